@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from specinfer.drafters import sparse_context
 from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter
 from specinfer.model import target
 from specinfer.model.offload.budget import available_bytes
-from specinfer.model.target import TargetConfig, with_rank_budget
+from specinfer.model.target import TargetConfig, load_shard, with_rank_budget
+from specinfer.parallel.shard_spec import ShardSpec
 from tiny import random_prompts, save_model, save_tokenizer
 from worlds import SETTINGS, await_that, free_port, is_alive, listening_places, make_cluster_cert, workers
 
@@ -186,6 +188,11 @@ def test_ranks_share_the_memory_that_one_process_would_take(
     for given in (found, replace(settings, offload=OffloadConfig())):
         assert with_rank_budget(given, place) is given
     assert len(asked) == 1
+    load = Mock()
+    monkeypatch.setattr(target, "load_model", load)
+    load_shard(found, ShardSpec(), place)
+    assert load.call_args.kwargs["num_sharing"] == 4, "the machine's memory is shared by all"
+    assert str(load.call_args.args[2]) == device
 
 
 @pytest.mark.distributed

@@ -156,6 +156,7 @@ def load_model(
     shard: ShardSpec | None = None,
     token_map: Tensor | None = None,
     kv_dtype: torch.dtype | None = None,
+    num_sharing: int = 1,
 ) -> LoadedModel:
     """Load weights into transformers' definition, and check that it runs with tree attention.
 
@@ -172,6 +173,7 @@ def load_model(
             ranks.
         token_map: [map] the only tokens whose rows of the output head are kept, or None for all. For drafters only.
         kv_dtype: Type of the keys and values in its cache, or None for that of the model.
+        num_sharing: Number of processes that stream their layers from this machine's memory.
 
     Raises:
         ModelError: The architecture is not supported, weights are missing, of the wrong shape, not finite, already
@@ -185,7 +187,9 @@ def load_model(
     offload, shard = offload or OffloadConfig(), shard or ShardSpec()
     rank_layers(config, shard)  # refuses more stages than layers
     check_stages(config, shard.num_stages)
-    job = LoadConfig(folder, config, dtype, device, quantization, native, offload, shard, token_map, kv_dtype)
+    job = LoadConfig(
+        folder, config, dtype, device, quantization, native, offload, shard, token_map, kv_dtype, num_sharing
+    )
     if offload.offload is not None:
         return _loaded(job, load_streamed(job, progress), ", streamed")
     note = ""

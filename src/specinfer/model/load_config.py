@@ -31,6 +31,7 @@ class LoadConfig:
     shard: ShardSpec = field(default_factory=ShardSpec)
     token_map: Tensor | None = None
     kv_dtype: torch.dtype | None = None
+    num_sharing: int = 1  # processes that keep layers in this machine's memory
 
     @property
     def num_layers(self) -> int:

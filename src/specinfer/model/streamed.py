@@ -135,7 +135,7 @@ def _stream(
         return Stream(layers, close)
     return DeviceStream(
         layers, close, CudaTransfer(job.device),
-        in_host_memory=job.in_host_memory, progress=checkpoint.progress,
+        in_host_memory=job.in_host_memory, progress=checkpoint.progress, num_sharing=job.num_sharing,
     )  # fmt: skip
 
 

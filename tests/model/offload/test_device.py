@@ -58,9 +58,11 @@ class Layer:
 class Model:
     """Computes with layers, or finds out that they are not what they should be."""
 
-    def __init__(self, link: LateLink, layers: Sequence[Layer], *, in_host_memory: bool) -> None:
+    def __init__(self, link: LateLink, layers: Sequence[Layer], *, in_host_memory: bool, num_sharing: int = 1) -> None:
         self.link, self.layers, self.num_closed = link, layers, 0
-        self.stream = DeviceStream(layers, self._close, link, in_host_memory=in_host_memory)
+        self.stream = DeviceStream(
+            layers, self._close, link, in_host_memory=in_host_memory, num_sharing=num_sharing
+        )  # fmt: skip
         self.wrong: list[str] = []
         self.num_right = 0
 
@@ -204,6 +206,18 @@ def test_host_memory_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatc
     model.stream.settle(4 * model.stream.buffer_bytes)
     model.run()
     model.close()
+
+
+def test_ranks_of_a_machine_share_the_memory_that_their_layers_are_kept_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All find as much available before they begin to read."""
+    monkeypatch.setattr("specinfer.model.offload.device_stream.available_bytes", lambda: 10 * ALIGNMENT)
+    for num_sharing, num_resident in ((1, 0), (2, 4)):
+        model = Model(LateLink(), [Layer(i) for i in range(9)], in_host_memory=True, num_sharing=num_sharing)
+        if num_resident:
+            with pytest.raises(ValueError, match=r"^offload: .*raise memory_budget"):
+                model.stream.settle((num_resident - 1) * model.stream.buffer_bytes)
+        model.stream.settle(num_resident * model.stream.buffer_bytes)
+        model.close()
 
 
 def test_buffers_do_not_outlive_the_stream() -> None:

@@ -37,6 +37,7 @@ class DeviceStream:
         close: Releases the files that the layers are read from.
         in_host_memory: Whether layers that do not stay on the device are kept in host memory, or read for every pass.
         progress: Callback for the progress of reading them into host memory.
+        num_sharing: Number of processes that share the host memory.
 
     Attributes:
         bytes_read: Bytes brought to the device for passes, or bytes read from the disk unless `in_host_memory`.
@@ -50,9 +51,10 @@ class DeviceStream:
         *,
         in_host_memory: bool,
         progress: ProgressCallback | None = None,
+        num_sharing: int = 1,
     ) -> None:
         assert layers
-        self._progress = progress
+        self._progress, self._num_sharing = progress, num_sharing
         self._layers, self._close, self._transfer, self._in_host_memory = layers, close, transfer, in_host_memory
         self.num_layers = len(layers)
         self.buffer_bytes = max(layer.num_bytes for layer in layers)
@@ -121,7 +123,7 @@ class DeviceStream:
 
     def _check_host(self) -> None:
         needed = sum(self._layers[i].num_bytes for i in self._streamed)
-        if needed > (available := available_bytes()):
+        if needed > (available := available_bytes() // self._num_sharing):
             raise ValueError(
                 f"offload: the layers that do not stay on the device take {needed / 2**20:.0f} MiB of host memory, and "
                 f'{available / 2**20:.0f} are available; raise memory_budget, set quantization, or use offload="disk"'
