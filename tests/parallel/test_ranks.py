@@ -19,7 +19,7 @@ from specinfer.drafters import sparse_context
 from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter
 from specinfer.model import target
 from specinfer.model.offload.budget import available_bytes
-from specinfer.model.target import TargetConfig, load_shard, with_rank_budget
+from specinfer.model.target import TargetConfig, connect_devices, load_shard, with_rank_budget
 from specinfer.parallel.shard_spec import ShardSpec
 from tiny import random_prompts, save_model, save_tokenizer
 from worlds import SETTINGS, await_that, free_port, is_alive, listening_places, make_cluster_cert, workers
@@ -188,7 +188,10 @@ def test_ranks_share_the_memory_that_one_process_would_take(
     for given in (found, replace(settings, offload=OffloadConfig())):
         assert with_rank_budget(given, place) is given
     assert len(asked) == 1
-    load = Mock()
+    connections, load = Mock(), Mock()
+    monkeypatch.setattr(target, "check_gpu", lambda device: device)
+    connect_devices(found, connections, place)
+    assert str(connections.connect.call_args.args[0]) == device
     monkeypatch.setattr(target, "load_model", load)
     load_shard(found, ShardSpec(), place)
     assert load.call_args.kwargs["num_sharing"] == 4, "the machine's memory is shared by all"

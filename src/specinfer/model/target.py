@@ -13,11 +13,12 @@ import torch
 from specinfer.core.config import EngineConfig, OffloadConfig, check_quantization
 from specinfer.core.parallel_config import Place
 from specinfer.core.progress import ProgressCallback
-from specinfer.model.device import DTYPES, KV_CACHE_DTYPES, find_device
+from specinfer.model.device import DTYPES, KV_CACHE_DTYPES, check_gpu, find_device
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassCapacity, settle, usual_budget
+from specinfer.parallel.ranks import Connections
 from specinfer.parallel.shard_spec import ShardSpec
 
 
@@ -118,6 +119,15 @@ def load_shard(
         offload=settings.offload, progress=progress, shard=shard, kv_dtype=KV_CACHE_DTYPES[settings.kv_cache_dtype],
         num_sharing=place.local_size,
     )  # fmt: skip
+
+
+def connect_devices(settings: TargetConfig, connections: Connections, place: Place) -> None:
+    """Let the GPUs of ranks connect before models are loaded, once it is known that they compute.
+
+    Raises:
+        ValueError: This rank's does not.
+    """
+    connections.connect(check_gpu(rank_device(settings.device, place)))
 
 
 def with_rank_budget(settings: TargetConfig, place: Place) -> TargetConfig:

@@ -144,7 +144,6 @@ class Ranks:
         try:
             self._rendezvous.check_settings(wanted, self.check)
             self.connections = self.call(lambda: Connections(self._rendezvous, config, device))
-            self.call(lambda: self.connections.connect(device))
         except BaseException:
             self.close()
             raise

@@ -21,7 +21,7 @@ from specinfer.model.sharding.adapter_messages import SharedAdapters
 from specinfer.model.sharding.shard_runner import ShardRunner, describe_shard
 from specinfer.model.sharding.wire import PieceWriter
 from specinfer.model.sharding.worker import Command, is_broken
-from specinfer.model.target import TargetConfig, load_shard
+from specinfer.model.target import TargetConfig, connect_devices, load_shard
 from specinfer.parallel.host_group import Traffic
 from specinfer.parallel.ranks import Ranks
 
@@ -33,6 +33,7 @@ def load_first_shard(ranks: Ranks, settings: TargetConfig, progress: ProgressCal
         ModelError, ValueError: As `load_model`.
         RanksError: Another rank failed to load its shard.
     """
+    ranks.call(partial(connect_devices, settings, ranks.connections, ranks.place))
     return ranks.call(partial(load_shard, settings, ranks.shard, ranks.place, progress))
 
 

@@ -22,6 +22,7 @@ from specinfer.model.sharding.shard_runner import ShardRunner, describe_shard, n
 from specinfer.model.sharding.wire import PieceReader
 from specinfer.model.target import (
     TargetConfig,
+    connect_devices,
     load_shard,
     num_sharing,
     rank_device,
@@ -110,7 +111,7 @@ class Worker:
     def _load(self) -> ShardRunner | None:
         """Load this rank's shard and return it, or None if rank 0 stops before passes begin."""
         connections = self._connections
-        connections.connect(rank_device(self._settings.device, self._place))
+        connect_devices(self._settings, connections, self._place)
         settings = with_rank_budget(self._settings, self._place)
         loaded = load_shard(settings, connections.shard, self._place)
         copies = [load_self(name, loaded, settings.offload) for name in settings.copies]
