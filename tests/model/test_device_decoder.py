@@ -24,6 +24,7 @@ from specinfer.model.batch import ForwardBatch, Piece
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.folder import find_folder
 from specinfer.model.graphs.capture import Graphs
+from specinfer.model.graphs.synchronization import SynchronizationCheck
 from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.load_config import LoadConfig
@@ -281,3 +282,17 @@ def test_codes_of_a_file_stay_packed(is_tied: bool, tmp_path: Path) -> None:
     assert not len(layer), "the definition was not taken apart"
     exact = _logits(load_model(find_folder(path), torch.float32, CPU, native=False))
     assert (found - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.usefixtures("keeps_codes")
+def test_codes_that_stand_for_levels_are_read_without_waiting_for_the_device(tmp_path: Path) -> None:
+    """Rows of an embedding, and a product for some outputs at a time."""
+    path = tmp_path / "m.gguf"
+    kinds = {"token_embd": "IQ4_NL", "output": "IQ4_XS"}
+    write_model(path, kind="Q4_K", kinds=kinds, hidden_size=256, intermediate_size=256)
+    loaded = load_model(find_folder(path), torch.bfloat16, CPU, native=False)
+    decoder: Any = _decoder(loaded).model.to("meta")
+    assert decoder.head.levels is not None
+    with torch.inference_mode(), SynchronizationCheck():
+        rows = decoder.embedded(torch.zeros(3, dtype=torch.int64, device="meta"))
+        assert decoder.head(rows).shape == (3, VOCAB)

@@ -148,7 +148,7 @@ class QuantizedWeight:
     ) -> "QuantizedWeight":
         """Return the rows of several weights of the same format, one after the other or in the order of `join`."""
         first = weights[0]
-        assert all(one.format == first.format for one in weights)
+        assert len(weights) == 1 or all(one.format == first.format for one in weights)  # a comparison reads levels
         added, nest, zeros = (
             None if getattr(first, name) is None else join([getattr(one, name) for one in weights])
             for name in ("added", "nest", "zeros")
