@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from assistants import save_assistant
 from head_passes import CHAIN, chain_features, head_passes
 from heads import SlowEagle3, save_block, save_eagle3
 from on_device import load_device_head, load_plain
@@ -184,6 +185,23 @@ def test_loaded_heads_are_rounded_as_their_modules_are(
     near = 1e-5 if quantization in (None, "fp8") else 0.03  # of a rounded activation a last bit may be a step
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).norm() <= near * other.norm()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp of deepseek_v3", "assistant", "dflash"])
+def test_everything_of_a_head_is_on_the_device_of_its_target(kind: str, target: Path, tmp_path: Path) -> None:
+    """Also rotations, which are no weights: a pass that brings them from the host waits, and cannot be captured."""
+    if kind == "assistant":
+        folders = save_model(tmp_path / "gemma", "gemma4_text"), save_assistant(tmp_path / "head")
+    elif kind == "mtp of deepseek_v3":
+        save_mtp(tmp_path, "deepseek_v3")
+        folders = tmp_path, tmp_path
+    else:
+        folders = _folders(kind, target, tmp_path / "head")
+    own = load_plain(folders[0])
+    own.model.to("meta")
+    loaded = load_head(folders[1], replace(own, device=torch.device("meta")))
+    tensors = dict([*loaded.model.named_parameters(), *loaded.model.named_buffers()])
+    assert [name for name, one in tensors.items() if one.device.type != "meta"] == []
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
         else:
             head = _HEADS[kind](checkpoint, shape, ends)
         checkpoint.check_all_taken()
+    head.to(target.device)  # rotations are computed, on the CPU
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     if target.native and target.device.type == "cpu":
         head.fuse(quantization)
