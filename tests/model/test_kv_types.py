@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from interpreter import interpreted
@@ -19,6 +20,7 @@ from specinfer.kernels import AttentionCall, plain_layer, plain_tree
 from specinfer.kernels.kv_types import FLOAT8, KVScales, to_stored
 from specinfer.kernels.triton import attention, rotary, store
 from specinfer.kernels.triton.blocks import Blocks
+from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_tensors import KVTensors, LayerShape, bytes_per_slot
 from tree_cases import AttentionCase, Part, wide
@@ -202,6 +204,30 @@ def test_no_number_is_taken_for_one(dtype: torch.dtype, attend: Callable[..., Te
     out = run(case, attend)
     assert bool(out[0].isnan().all())
     assert not bool(out[1:].isnan().any())
+
+
+class NoSelection(TorchDispatchMode):
+    """As on GPUs with builds of PyTorch that select no rows of 8-bit numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ != "index_select" or args[0].dtype not in FLOAT8
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_passes_without_fixed_shapes_read_keys_and_values_as_bytes(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    cache = KVTensors([LayerShape(2, 8, 8, scales=SCALES)], 12, torch.float32, CPU, kv_dtype=dtype)
+    slots = torch.randperm(12, generator=generator)
+    cache.store(0, slots, *(torch.randn(12, 2, 8, generator=generator) for _ in range(2)))
+    batch = pack([Piece.of_span([0], wide(3), slots[:8].numpy(), slots[8:].numpy())], cache, CPU, native=False)
+    query = torch.randn(4, 4, 8, generator=generator)
+    with NoSelection():
+        found = attend_stored(batch, 0, query, AttentionFeatures(0.3))
+    pools = (cache.keys[0].float() * SCALES.key)[slots], (cache.values[0].float() * SCALES.value)[slots]
+    sees = torch.cat([torch.ones(4, 8, dtype=torch.bool), torch.from_numpy(batch.pieces[0].visible)], dim=1)
+    for row in range(4):
+        check(found[row], reference.attention(query[row], *(pool[sees[row]] for pool in pools), 0.3))
 
 
 @native

@@ -33,3 +33,10 @@ def to_stored(numbers: Tensor, dtype: torch.dtype, inverse: float = 1.0) -> Tens
         return numbers.to(dtype)
     largest = torch.finfo(dtype).max
     return (numbers.float() * inverse).clamp(-largest, largest).to(dtype)
+
+
+def rows_of(pool: Tensor, slots: Tensor) -> Tensor:
+    """Return the rows of a pool in these slots; those of 8 bits as bytes, which PyTorch selects on every device."""
+    if pool.dtype not in FLOAT8:
+        return pool.index_select(0, slots)
+    return pool.view(torch.uint8).index_select(0, slots).view(pool.dtype)

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from specinfer.kernels import AttentionCall, attends, tree_ops
+from specinfer.kernels.kv_types import rows_of
 from specinfer.model.batch import AttentionGroup, ForwardBatch
 
 ATTENTION_NAME = "specinfer"
@@ -152,8 +153,8 @@ def _attend(
     context, kv_heads = group.kv_slots.shape[1], keys.shape[1]
     repeats = packed.shape[1] // kv_heads
     chosen = group.kv_slots.flatten()
-    k = keys.index_select(0, chosen).view(requests, context, kv_heads, -1).transpose(1, 2)
-    v = values.index_select(0, chosen).view(requests, context, kv_heads, -1).transpose(1, 2)
+    k = rows_of(keys, chosen).view(requests, context, kv_heads, -1).transpose(1, 2)
+    v = rows_of(values, chosen).view(requests, context, kv_heads, -1).transpose(1, 2)
     q = packed.unsqueeze(0) if group.is_whole else packed[group.rows]
     # Query heads of one KV head are stacked as extra rows, so that keys are never repeated.
     q = q.unflatten(2, (kv_heads, repeats)).permute(0, 2, 3, 1, 4).flatten(2, 3)
