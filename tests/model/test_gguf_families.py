@@ -221,6 +221,20 @@ def test_matrices_stay_the_codes_of_the_file(tmp_path: Path, arch: str, changes:
             _check_experts(coded.model.get_submodule(name), module.float())
 
 
+@pytest.mark.parametrize("arch", [one for one in ("glm4moe", "deepseek2", "ernie4_5-moe", "lfm2moe") if one in MODELS])
+def test_what_chooses_experts_is_not_rounded_where_the_family_has_it_in_32_bits(arch: str, tmp_path: Path) -> None:
+    """A last bit of bfloat16 next to a bias of 8 is a twentieth, and other experts."""
+    model = write_hybrid(tmp_path / "m.gguf", arch, "Q8_0", **ARCHITECTURES[arch])
+    loaded = load_model(find_folder(tmp_path / "m.gguf"), torch.bfloat16, CPU, native=False)
+    wanted = dict([*model.named_parameters(), *model.named_buffers()])
+    found = [*loaded.model.named_parameters(), *loaded.model.named_buffers()]
+    biases = {name: one for name, one in found if name.endswith(("correction_bias", "expert_bias"))}
+    precise = {name: one for name, one in found if name in wanted and one.dtype == torch.float32} | biases
+    assert biases
+    for name, one in precise.items():
+        assert torch.equal(one, wanted[name]), name
+
+
 def test_matrices_of_qwen3_next_may_be_joined_as_older_and_newer_converters_do(tmp_path: Path) -> None:
     def join(tensors: dict[str, torch.Tensor], model: Any) -> None:
         for name in list(tensors):

@@ -19,6 +19,8 @@ from specinfer.model.gguf.weights import GgufSource, JoinedSource, Weight, read_
 from specinfer.model.stacked_source import StackedSource, stacked
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+# Numbers that choose experts. Some families compute with them in 32 bits; in others loading rounds them to the dtype.
+_ROUTING = re.compile(r".*\.(exp_probs_b\.bias|ffn_gate_inp\.weight)")
 # Matrices of 32 bits in files of all types: convolutions, what recurrences decay by, and routers.
 EXACT = re.compile(r".*\.(ssm_(a|d|conv1d.*|norm)|shortconv\.conv|ffn_gate_inp.*)(\.weight)?")
 _Sources = dict[str, GgufSource | StackedSource | JoinedSource]
@@ -96,7 +98,8 @@ def gguf_sources(path: Path, dtype: torch.dtype | None) -> _Sources:
     pieces: dict[str, list[GgufSource]] = defaultdict(list)
     factors = _read_factors(header)
     for stored, one in _plan(header, config):
-        pieces[one.name].append(GgufSource(_place(header, stored, one, factors.get(stored)), one, dtype))
+        kind = torch.float32 if _ROUTING.fullmatch(stored) else dtype
+        pieces[one.name].append(GgufSource(_place(header, stored, one, factors.get(stored)), one, kind))
     sources = {name: found[0] if len(found) == 1 else JoinedSource(found) for name, found in pieces.items()}
     family = _family(header)
     return stacked(sources, is_transposed=family.transposes_experts) if family.stacks_experts else {**sources}
