@@ -13,12 +13,14 @@ from torch import Tensor
 
 import reference
 from heads import drafter_of, ids_of, llm_of, save_cycle, tensors_of
-from pair_heads import MTP_FAMILIES, save_eagle, save_mtp, slow_eagle, slow_tree
+from pair_heads import LAYERS, MTP_FAMILIES, save_eagle, save_mtp, slow_eagle, slow_tree
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.feature_drafter import FeatureDrafter
+from specinfer.model.heads.load import load_head
+from specinfer.model.load import load_model
 from tiny import make_model, paths_of, random_prompts, save_model, save_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
@@ -90,6 +92,16 @@ def test_growth_of_an_mtp_layer_follows_the_formulas(family: str, tmp_path: Path
         _check_growth(llm, slow, model)
         prompts = random_prompts([7, 20])
         assert _texts(llm, prompts) == [reference.greedy(model, prompt, 16) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_what_chooses_experts_of_an_mtp_layer_is_as_precise_as_in_its_target(family: str, tmp_path: Path) -> None:
+    save_mtp(tmp_path, family)
+    target = load_model(tmp_path, torch.bfloat16, torch.device("cpu"), native=False)
+    head: Any = load_head(tmp_path, target).model
+    found = head.layers[0].mlp.gate.e_score_correction_bias
+    assert torch.equal(found, tensors_of(tmp_path)[f"model.layers.{LAYERS}.mlp.gate.e_score_correction_bias"])
+    assert head.layers[0].mlp.gate.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("family", ["mimo", "ernie4_5_moe"])

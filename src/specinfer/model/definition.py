@@ -146,6 +146,14 @@ def make_trunk(fields: Mapping[str, Any]) -> Any:
     return trunk.eval().requires_grad_(False)
 
 
+def precise_names(trunk: Any, dtype: torch.dtype) -> re.Pattern[str]:
+    """Return the pattern of the names in a definition that its family computes with in float32 if the dtype is this."""
+    names = set(trunk._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        names |= set(trunk._keep_in_fp32_modules or ())
+    return re.compile("|".join(rf"(.*\.)?{name}(\..*)?" for name in sorted(names)) or r"(?!)")
+
+
 def outline(folder: Path, weights: dict[str, Tensor] | None = None) -> Any:
     """Return the family's definition of a folder's model, with parameters on the meta device.
 

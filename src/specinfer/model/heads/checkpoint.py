@@ -1,5 +1,6 @@
 """The files of a head: its configuration and its tensors, each checked before it is used."""
 
+import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,8 +61,11 @@ class HeadCheckpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
-    def take(self, name: str, *shape: int | None) -> Tensor:
+    def take(self, name: str, *shape: int | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor of this shape, in which None stands for any size.
+
+        Args:
+            dtype: Type of a weight, or None for that of the head.
 
         Raises:
             ModelError: There is no such tensor, its shape is another, or it has NaN or infinity.
@@ -81,16 +85,17 @@ class HeadCheckpoint:
         if tensor.is_floating_point() and not is_finite(tensor):
             raise ModelError(f"drafters: tensor {name} of {self.folder} has NaN or infinity; fetch the drafter again")
         self._taken.add(name)
-        return tensor.to(self._device, self.dtype if tensor.is_floating_point() else None)
+        return tensor.to(self._device, (dtype or self.dtype) if tensor.is_floating_point() else None)
 
     def get(self, name: str, *shape: int | None) -> Tensor | None:
         """Return a tensor as `take` does, or None if there is none of this name."""
         return self.take(name, *shape) if name in self else None
 
-    def fill(self, module: nn.Module, prefix: str) -> None:
-        """Take every tensor of a module by its name after this prefix."""
+    def fill(self, module: nn.Module, prefix: str, precise: re.Pattern[str] | None = None) -> None:
+        """Take every tensor of a module by its name after this prefix; those with `precise` names are float32."""
         for name, tensor in module.state_dict(keep_vars=True).items():
-            weight = self.take(f"{prefix}{name}", *tensor.shape)
+            is_precise = precise is not None and precise.fullmatch(name)
+            weight = self.take(f"{prefix}{name}", *tensor.shape, dtype=torch.float32 if is_precise else None)
             parent, _, child = name.rpartition(".")
             if isinstance(tensor, nn.Parameter):
                 weight = nn.Parameter(weight, requires_grad=False)

@@ -89,7 +89,7 @@ class MtpHead(PairHead):
         self.embedding_norm = self._take_norm(checkpoint, f"{at}{layout.embedding_norm}.")
         self.feature_norm = self._take_norm(checkpoint, f"{at}{layout.feature_norm}.")
         self.join = self.take_join(checkpoint, f"{at}{layout.join}")
-        checkpoint.fill(self.layers[0], f"{at}{layout.block}")
+        checkpoint.fill(self.layers[0], f"{at}{layout.block}", self.precise)
         self.output_norm = _Function(self.last_norm)
         if layout.output_norm is not None:
             self.output_norm = self._take_norm(checkpoint, f"{at}{layout.output_norm}.")

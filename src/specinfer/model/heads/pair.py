@@ -7,6 +7,7 @@ A feature is the target's hidden state after its last norm; at later levels it i
 with EAGLE-1's checkpoints.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from specinfer.core.errors import ModelError
 from specinfer.kernels.draft import FeatureParts
 from specinfer.kernels.plain_layer import sum_parts
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.definition import make_trunk
+from specinfer.model.definition import make_trunk, precise_names
 from specinfer.model.device_decoder import DeviceLayers, DeviceNorm
 from specinfer.model.fused_layer import norm_weight
 from specinfer.model.heads.checkpoint import HeadCheckpoint
@@ -46,6 +47,7 @@ class PairHead(FeatureHead):
     feature_is_first = False  # in what is joined
     blanks_first = False  # the embedding at position 0, of the second token, is zero
     norms_input = True  # before the first attention
+    precise: re.Pattern[str]  # names in the layers that are float32, whatever the type of others
     layer_type: str | None = None  # which rotation the layers have, in families with several
 
     def __init__(
@@ -60,6 +62,7 @@ class PairHead(FeatureHead):
         self.last_norm, self.reads, self.dtype = ends.norm, (target.num_layers,), checkpoint.dtype
         self.speak(self.dialects[0])
         trunk = make_trunk(fields)
+        self.precise = precise_names(trunk, self.dtype)
         self.width, self.eps = int(trunk.config.hidden_size), float(trunk.config.rms_norm_eps)
         if self.width != target.width:  # a feature is a hidden state of either
             raise ModelError(
