@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from specinfer.model.graphs import capture
+from specinfer.model.graphs import capture, synchronization
 from specinfer.model.graphs.capture import CaptureError, Graphs, make_graphs
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 
@@ -321,6 +322,25 @@ THERE = {"device": "meta"}  # any that is not the host
 def test_what_waits_is_seen(waits: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(SynchronizationError), torch.inference_mode(), SynchronizationCheck():
         waits(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "dtype", "waits"),
+    [
+        ("12.8", (9, 0), torch.bfloat16, False), ("13.0", (10, 3), torch.bfloat16, False),
+        ("12.8", (9, 0), torch.float16, True), ("12.8", (8, 0), torch.bfloat16, True),
+        ("13.0", (12, 0), torch.bfloat16, True), ("13.3", (12, 0), torch.bfloat16, False),
+        (None, (9, 4), torch.bfloat16, False),
+    ],
+)  # fmt: skip
+def test_products_of_groups_wait_where_pytorch_has_no_kernel_for_them(
+    cuda: str | None, capability: tuple[int, int], dtype: torch.dtype, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of experts on most GPUs: a capture would break, since the sizes are read inside of the operation."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    rows = SimpleNamespace(is_cuda=True, dtype=dtype, device=GPU)
+    assert synchronization._synchronizes(torch.ops.aten._grouped_mm.default, (rows,), {}) == waits
 
 
 def test_what_does_not_wait_is_let_through() -> None:

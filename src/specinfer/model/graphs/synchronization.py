@@ -8,6 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Operations whose result the host must read: a number, or the size of a result.
 _TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+# Products of groups of rows with a matrix each, as experts are computed; PyTorch's has kernels for bfloat16 on Hopper
+# and Blackwell (compute capability 9 and 10). Otherwise it loops over groups, whose sizes the host reads, until cuBLAS
+# of CUDA 13.3 or later takes its place.
+_GROUPED, _GROUPED_LOOP = "_grouped_mm", "grouped_mm_fallback"
+_WITH_KERNELS, _WITH_CUBLAS = (9, 10), (13, 3)
 
 
 class SynchronizationError(Exception):
@@ -37,6 +42,9 @@ class SynchronizationCheck(TorchDispatchMode):
 
 def _synchronizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     name = func.overloadpacket.__name__
+    if name in (_GROUPED, _GROUPED_LOOP):  # they read the sizes where this mode does not see it
+        rows: Tensor = args[0]
+        return rows.is_cuda and (name == _GROUPED_LOOP or _loops_over_groups(rows.dtype, rows.device))
     if name == "index":  # a mask index counts its true elements
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if name in ("copy_", "_to_copy"):
@@ -49,3 +57,11 @@ def _synchronizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     if name == "repeat_interleave" and kwargs.get("output_size") is not None:
         return False
     return not _TAGS.isdisjoint(func.tags)
+
+
+def _loops_over_groups(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether PyTorch computes products of groups one after the other."""
+    version = torch.version.cuda
+    if version is None or tuple(map(int, version.split(".")[:2])) >= _WITH_CUBLAS:
+        return False
+    return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in _WITH_KERNELS
