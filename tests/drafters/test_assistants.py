@@ -15,7 +15,10 @@ from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import AssistantDrafter
-from tiny import make_model, paths_of, random_prompts, save_model
+from specinfer.kernels import Float8Linear, PackedLinear, QuantizedLinear
+from specinfer.model.heads import load
+from specinfer.model.load import load_model
+from tiny import VOCAB, make_model, paths_of, random_prompts, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 TARGETS = ("gemma4_text", "gemma4_text-shared", "gemma4_text-alike", "gemma4_text-moe")
@@ -68,6 +71,30 @@ def test_growth_follows_the_formulas(
         wanted = slow.step(7, *slow.read(requests[1].token_ids[:21]))
         torch.testing.assert_close(logits[0], wanted[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(output[0], wanted[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
+def test_of_a_head_in_clusters_only_the_rows_of_the_best_ones_are_read(
+    quantization: str | None,
+    native: bool,
+    targets: dict[str, Path],
+    assistant: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Packed or quantized weights would be made anew for each level: 262,144 rows where 4,096 are scored."""
+    quantized: Any = load.quantize_linears
+    monkeypatch.setattr(load, "quantize_linears", lambda *args, **_: quantized(*args, native=native))
+    target = load_model(targets["gemma4_text"], torch.bfloat16, torch.device("cpu"), native=native)
+    head: Any = load.load_head(assistant, target, quantization).model
+    hidden = torch.randn(3, head.lm_head.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole = head.lm_head.weight.detach() @ hidden.unsqueeze(-1)
+    for kind in (PackedLinear, QuantizedLinear, Float8Linear):
+        monkeypatch.setattr(kind, "weight", property(lambda _: pytest.fail("the whole weight is made")))
+    found = head.logits(hidden)
+    is_scored = found.isfinite()
+    assert is_scored.sum(dim=1).eq(3 * VOCAB // 8).all()
+    torch.testing.assert_close(found[is_scored], whole.squeeze(-1).float()[is_scored], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(

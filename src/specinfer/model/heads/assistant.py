@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
+from specinfer.kernels.quantization import dequantize
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.heads.checkpoint import HeadCheckpoint
@@ -154,9 +155,18 @@ class AssistantHead(FeatureHead):
             return super().logits(hidden)
         best = self.centroids(hidden).topk(self.num_best, dim=-1).indices
         tokens = self.members[best].flatten(1)
-        scores = (self.lm_head.weight[tokens] @ hidden.unsqueeze(-1)).squeeze(-1).float()
+        scores = (self._rows(tokens).to(hidden.dtype) @ hidden.unsqueeze(-1)).squeeze(-1).float()
         rest = scores.new_full((len(hidden), self.lm_head.out_features), -torch.inf)
         return rest.scatter(1, tokens, scores)
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        """Return [rows, tokens, own width] rows of the output head, which may be packed or quantized."""
+        head: Any = self.lm_head
+        if (call := getattr(head, "call", None)) is not None:
+            return call.rows(tokens.flatten()).view(*tokens.shape, -1)  # type: ignore[no-any-return]
+        if hasattr(head, "stored"):
+            return dequantize(head.stored.reordered(lambda one: one[tokens.flatten()])).view(*tokens.shape, -1)
+        return head.weight[tokens]  # type: ignore[no-any-return]
 
 
 def _read_target(
