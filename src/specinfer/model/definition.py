@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
@@ -124,7 +124,19 @@ def read_definition(
     _check_weights(model, info, origin_of(folder))
     if state_dict is not None and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    _fix_rotations(model)
     return REPLACED[family](model) if family in REPLACED else replace_layers(model)
+
+
+def _fix_rotations(model: nn.Module) -> None:
+    """Keep rotations as they are up to the longest text, beyond which only guesses have positions.
+
+    Some would change for all texts of a pass with the longest of them. To see whether they do, a pass would wait for
+    the device, and could not be captured.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
+            module.rope_type = "default"  # type: ignore[assignment]
 
 
 def make_trunk(fields: Mapping[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,12 @@ from specinfer.kernels.plain_recurrence import ScanOrder
 from specinfer.kernels.recurrence import ConvolutionCall, RecurrenceCall
 from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.model import device_decoder
+from specinfer.model.batch import Piece
+from specinfer.model.definition import load_plain
 from specinfer.model.graphs.sizes import MAX_STATES
 from specinfer.model.graphs.synchronization import SynchronizationCheck
 from specinfer.model.heads import block, eagle3
+from specinfer.model.load import load_model
 from specinfer.model.recurrent.layers import is_recurrent, state_bytes
 from specinfer.model.recurrent.short_conv import ShortConv
 from specinfer.model.runner import ModelRunner
@@ -340,6 +343,31 @@ def test_kernels_are_given_what_they_read_by_layers_without_attention(
     assert max(counts) <= PER_SCAN
     without = programs_of(on_meta(model_folder("llama")), None, 4, Processing.ADJUSTMENT, num_models=0)
     assert without._scan is None
+
+
+@pytest.mark.parametrize(("family", "rope"), [
+    ("internlm3", {"rope_type": "dynamic", "factor": 6.0}),
+    ("phi3", {
+        "rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [3.0, 4.0, 5.0, 6.0],
+        "original_max_position_embeddings": 64, "partial_rotary_factor": 1.0,
+    }),
+])  # fmt: skip
+def test_rotations_that_grow_with_the_text_do_not_look_at_its_positions(
+    family: str, rope: dict[str, Any], model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They change beyond the longest text alone."""
+    folder = model_folder(family, rope_parameters=rope | {"rope_theta": 10000.0})
+    text = torch.arange(3, 23).unsqueeze(0)
+    wanted = load_plain(folder, torch.float32)(text).logits[0]
+    runner = ModelRunner(load_model(folder, torch.float32, torch.device("cpu"), native=False), 64)
+    slots = runner.cache.reserve("text", 20)
+    piece = replace(Piece.of_span(text[0].tolist(), None, runner.cache.slots("text"), slots), num_logits=20)
+    torch.testing.assert_close(runner.forward([piece]), wanted, atol=1e-4, rtol=1e-4)
+    Kernels(monkeypatch)
+    programs = programs_of(on_meta(folder), TreeBudget(8, 2), 4)
+    with torch.inference_mode(), SynchronizationCheck():
+        programs.draft()
+        programs.verify()
 
 
 def test_kernels_are_given_what_they_read_by_several_drafters(
