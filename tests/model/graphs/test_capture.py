@@ -1,6 +1,7 @@
 """Captures on a GPU that is made up: what PyTorch keeps between them, and what it may leave of one that failed."""
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -148,6 +149,20 @@ def test_a_capture_gets_the_memory_that_its_warm_up_leaves(gpu: Gpu, num_needed:
     graphs.captured(_nothing)()
     assert len(gpu.uses) == 1
     assert not gpu.generator_captures
+
+
+def test_a_capture_that_begins_again_has_the_memory_of_the_first_attempt(gpu: Gpu) -> None:
+    """While its error is handled, the frames of the error hold what the program has computed."""
+    results = list[weakref.ref[torch.Tensor]]()
+
+    def program() -> None:
+        if gpu.is_capturing:
+            result = torch.ones(1)
+            results.append(weakref.ref(result))
+            if len(results) == 1 or results[0]() is not None:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    Graphs(GPU).captured(program)()
 
 
 def test_a_device_that_captures_nothing_is_warned_of(

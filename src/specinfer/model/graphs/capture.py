@@ -81,11 +81,13 @@ class Graphs:
             with instead_of_sums(sums):
                 self._warm_up(program)
             stream.synchronize()
-            try:
-                graphs, summed = self._capture(program, sums)
-            except torch.OutOfMemoryError:
+            captured = None
+            with contextlib.suppress(torch.OutOfMemoryError):
+                captured = self._capture(program, sums)
+            if captured is None:  # the error is gone, and with it what its frames held
                 torch.cuda.empty_cache()  # a capture cannot take the memory that is kept of the warm-up
-                graphs, summed = self._capture(program, sums)
+                captured = self._capture(program, sums)
+            graphs, summed = captured
         self.num_captured += 1
         self.times.append(time.perf_counter() - started)
         if sums is None:
