@@ -191,7 +191,7 @@ def test_the_command_fits_80_columns_and_writes_json(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "h101"], "device: 'h101' is not known"),
+        (["--device", "h101"], 'use "auto", "cpu", "a100", "h100", "h200", "4090", "5090" or "cuda"'),
         (["--grow", "7b"], f"grow: it needs the name of a GPU as device: {', '.join(ACCELERATORS)}"),
         (["--device", "h100", "--grow", "7x"], "grow: size '7x'"),
         (["--device", "h100", "--offload", "disk"], "offload: it is not predicted"),

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,16 +61,20 @@ def check_quantization(name: str, value: str | None) -> None:
         raise ValueError(f"{name} must be one of {', '.join(QUANTIZATIONS)}, not {value!r}; leave it out for none")
 
 
-def check_device(name: object) -> None:
+def check_device(name: object, others: Iterable[str] = ()) -> None:
     """Check the name of a device; whether it is there is known only once torch is imported.
+
+    Args:
+        others: Names that may be given, too.
 
     Raises:
         ValueError: It is not the name of a device.
     """
     if isinstance(name, str) and re.fullmatch(r"mps(:\d+)?", name):
         raise ValueError(f'device: {name!r}, the GPU of a Mac, is not supported; use "cpu", which has native kernels')
-    if not (isinstance(name, str) and _DEVICE.fullmatch(name)):
-        raise ValueError(f'device: {name!r:.60} is not known; use "auto", "cpu" or "cuda"')
+    if not (isinstance(name, str) and (_DEVICE.fullmatch(name) or name in others)):
+        names = ", ".join(['"auto"', '"cpu"', *(f'"{other}"' for other in others)])
+        raise ValueError(f'device: {name!r:.60} is not known; use {names} or "cuda"')
 
 
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d{1,3})?")

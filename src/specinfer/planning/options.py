@@ -101,8 +101,8 @@ class PlanConfig:
             check_whole("batch_sizes", size, 1, 4096)
         check_models(self)
         check_whole("context", self.context, 1, 2**20)
+        check_device(self.device, ACCELERATORS)
         if self.device not in ACCELERATORS:
-            check_device(self.device)
             if self.grow is not None:
                 raise ValueError(f"grow: it needs the name of a GPU as device: {', '.join(ACCELERATORS)}")
         elif self.offload is not None:
