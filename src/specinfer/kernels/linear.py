@@ -49,6 +49,10 @@ class PackedLinear(nn.Module):
     def num_bytes(self) -> int:
         return self.call.panels.num_bytes
 
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Return [rows, in] float32, the weight's rows with the indices `numbers` [rows]."""
+        return self.call.rows(numbers)
+
     def forward(self, x: Tensor) -> Tensor:
         result = self.call(x.reshape(-1, self.in_features).float().contiguous())
         return result.to(x.dtype).view(*x.shape[:-1], self.out_features)

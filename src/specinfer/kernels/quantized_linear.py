@@ -90,6 +90,14 @@ class QuantizedLinear(nn.Module):
         """Bytes stored in addition to parameters and buffers."""
         return 0 if self.call is None else self.call.num_bytes
 
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Return [rows, in] float32, the weight's rows with the indices `numbers` [rows]."""
+        if self.call is not None:
+            found = self.call.rows(numbers)
+        else:
+            found = quantization.dequantize(self.stored.part(numbers))
+        return found if self.inputs is None else found[:, self.inputs.argsort()]
+
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
@@ -128,7 +136,7 @@ class QuantizedEmbedding(nn.Module):
         if self.call is not None:
             return self.call.rows(token_ids)
         assert self.layer is not None
-        return quantization.dequantize(self.layer.stored.reordered(lambda tensor: tensor[token_ids]))
+        return self.layer.rows(token_ids)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         rows = self.rows(token_ids.flatten()).to(self.dtype)
@@ -178,6 +186,10 @@ class Float8Linear(nn.Module):
     def weight(self) -> Tensor:
         """Weights as [out, in], computed at each access."""
         return float8.dequantize(Float8Weight(self.codes, self.scales), self.dtype)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Return [rows, in] float32, the weight's rows with the indices `numbers` [rows]."""
+        return quantization.dequantize(self.stored.part(numbers))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()

@@ -90,8 +90,8 @@ class QuantizedWeight:
         """The code that stands for 0 in all groups, or 0 if there is none."""
         return ZEROS[self.bits] if self.added is None and self.levels is None and self.zeros is None else 0
 
-    def part(self, rows: slice) -> "QuantizedWeight":
-        """Return some of the rows."""
+    def part(self, rows: slice | Tensor) -> "QuantizedWeight":
+        """Return some of the rows, by a slice or by their indices."""
         return self.reordered(lambda tensor: tensor[rows])
 
     def reordered(self, order: Callable[[Tensor], Tensor]) -> "QuantizedWeight":

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.quantization import dequantize
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.heads.checkpoint import HeadCheckpoint
@@ -162,11 +161,10 @@ class AssistantHead(FeatureHead):
     def _rows(self, tokens: Tensor) -> Tensor:
         """Return [rows, tokens, own width] rows of the output head, which may be packed or quantized."""
         head: Any = self.lm_head
-        if (call := getattr(head, "call", None)) is not None:
-            return call.rows(tokens.flatten()).view(*tokens.shape, -1)  # type: ignore[no-any-return]
-        if hasattr(head, "stored"):
-            return dequantize(head.stored.reordered(lambda one: one[tokens.flatten()])).view(*tokens.shape, -1)
-        return head.weight[tokens]  # type: ignore[no-any-return]
+        if isinstance(head, nn.Linear):
+            return head.weight[tokens]
+        rows: Tensor = head.rows(tokens.flatten())
+        return rows.view(*tokens.shape, -1)
 
 
 def _read_target(
