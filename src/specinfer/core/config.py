@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def check_quantization(name: str, value: str | None) -> None:
         raise ValueError(f"{name} must be one of {', '.join(QUANTIZATIONS)}, not {value!r}; leave it out for none")
 
 
-def check_device(name: object, others: Iterable[str] = ()) -> None:
+def check_device(name: object, others: Collection[str] = ()) -> None:
     """Check the name of a device; whether it is there is known only once torch is imported.
 
     Args:

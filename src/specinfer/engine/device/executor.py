@@ -201,18 +201,19 @@ class DeviceExecutor:
         processing = max(map(Processing.of_request, requests))
         is_traced = any(request.trace is not None for request in requests)
         wanted = LaunchSize(num_rows, shape, processing, asked, rule, adapts, recomputed, has_masks, is_traced)
-        size = self._device.size_for(wanted, num_slots, may_cut=not any(budget.widths for budget in budgets))
-        launch = None if size is None else Launch(device_requests, budgets, size, num_read, clock, guesses=guesses)
-        if launch is not None and shape is not None and not self._drafts.reserve(launch):
-            size = self._device.size_for(replace(wanted, shape=None), num_slots)
-        if launch is None or size is None:  # there is no memory to capture one
-            self.leave()
-            return None
-        launch.size = size
-        assert size.num_slots <= 1 + num_slots
-        if launch.size.shape is not None and launch.size.num_models and has_lookups:
-            launch.guesses = self._guesses.of(launch.device_requests, self._budgets.uncut, launch.size.shape)
-        return launch
+        may_cut = not any(budget.widths for budget in budgets)
+        for least in (wanted, replace(wanted, shape=None)):  # plainly, where drafters have too few slots
+            size = self._device.size_for(least, num_slots, may_cut=may_cut)
+            if size is None:  # there is no memory to capture one
+                break
+            assert size.num_slots <= 1 + num_slots
+            launch = Launch(device_requests, budgets, size, num_read, clock, guesses=guesses)
+            if self._drafts.reserve(launch):
+                if size.shape is not None and size.num_models and has_lookups:
+                    launch.guesses = self._guesses.of(device_requests, self._budgets.uncut, size.shape)
+                return launch
+        self.leave()
+        return None
 
     def begin(self, batch: Launch) -> None:
         try:
