@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.conversations import read_conversations
-from specinfer.inputs.chat.tool_formats import find_format
+from specinfer.inputs.formats.calls import find_format
 from specinfer.inputs.prompts import PromptReader
 from talking import BARE, EOS, HERMES, LLAMA, MISTRAL, PLAIN, SPECIAL, WRITTEN, make_talker
 

@@ -15,7 +15,7 @@ from specinfer import LLM, SamplingParams
 from specinfer.core.errors import RequestError
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.inputs.chat.template import SpecialToken
-from specinfer.inputs.chat.tool_formats import (
+from specinfer.inputs.formats.calls import (
     HERMES,
     LLAMA,
     MISTRAL,
@@ -24,9 +24,9 @@ from specinfer.inputs.chat.tool_formats import (
     ToolFormat,
     find_format,
 )
+from specinfer.inputs.formats.parser import OutputParser
 from specinfer.inputs.prompts import PromptReader
 from specinfer.server.json_body import read_generated
-from specinfer.server.tool_parser import ToolParser
 from specinfer.server.tools import ToolPlan, plan_tools, tools_of_functions
 from talking import BARE, PLAIN, make_talker, save_talker
 from talking import HERMES as HERMES_TEMPLATE
@@ -84,7 +84,7 @@ def _fits(reader: Any, asked: StructuredOutputsParams | None, text: str) -> bool
     return True if grammar.mask(())[reader._tokenizer.eos_token_id] else None
 
 
-def _parsed(parser: ToolParser, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
+def _parsed(parser: OutputParser, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
     """The content, and each call's name and arguments."""
     deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
     calls: list[list[str]] = []
@@ -131,13 +131,13 @@ def test_calls_are_read_whatever_the_pieces(style: ToolFormat, kind: str, text: 
     wanted = text.strip(), [("weather", '{"city": "Rome"}'), ("time", "{}")]
     for size in (*range(1, 9), len(said)):
         pieces = [said[i : i + size] for i in range(0, len(said), size)]
-        assert _parsed(ToolParser(style), *pieces) == wanted
+        assert _parsed(OutputParser(style), *pieces) == wanted
 
 
 @given(st.text('<tol_ca>/[{}]" \n\\:,nameArgumts', max_size=60), st.lists(st.integers(1, 7), min_size=1))
 def test_what_is_no_call_comes_out_as_it_is(text: str, sizes: list[int]) -> None:
     for style in (HERMES, LLAMA, MISTRAL, MISTRAL_BARE, None):
-        whole, parser = ToolParser(style), ToolParser(style)
+        whole, parser = OutputParser(style), OutputParser(style)
         pieces, at, i = [], 0, 0
         while at < len(text):
             pieces.append(text[at : at + sizes[i % len(sizes)]])
@@ -151,18 +151,18 @@ def test_what_is_no_call_comes_out_as_it_is(text: str, sizes: list[int]) -> None
 
 
 def test_llama_calls_only_at_the_start() -> None:
-    assert _parsed(ToolParser(LLAMA), " \n", CALL["llama"], "\n") == ("", [("weather", '{"city": "Rome"}')])
-    assert _parsed(ToolParser(LLAMA), "<|python_tag|>" + CALL["llama"]) == ("", [("weather", '{"city": "Rome"}')])
+    assert _parsed(OutputParser(LLAMA), " \n", CALL["llama"], "\n") == ("", [("weather", '{"city": "Rome"}')])
+    assert _parsed(OutputParser(LLAMA), "<|python_tag|>" + CALL["llama"]) == ("", [("weather", '{"city": "Rome"}')])
     text = "So: " + CALL["llama"]
-    assert _parsed(ToolParser(LLAMA), text) == (text, [])
-    assert _parsed(ToolParser(LLAMA), '{"na') == ("", [])
-    assert _parsed(ToolParser(LLAMA), '{"nab": 1}') == ('{"nab": 1}', [])
+    assert _parsed(OutputParser(LLAMA), text) == (text, [])
+    assert _parsed(OutputParser(LLAMA), '{"na') == ("", [])
+    assert _parsed(OutputParser(LLAMA), '{"nab": 1}') == ('{"nab": 1}', [])
 
 
 def test_arguments_are_streamed_as_generated_and_may_contain_anything() -> None:
     arguments = json.dumps({"a": '}\\"{</tool_call>', "b": [{"c": {}}, "\\"], "d": "\n\u20ac"}, ensure_ascii=False)
     said = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
-    parser = ToolParser(HERMES)
+    parser = OutputParser(HERMES)
     deltas = [delta for character in said for delta in parser.push(character)]
     assert parser.has_calls
     assert deltas[0].name == "f"
@@ -174,7 +174,7 @@ def test_arguments_are_streamed_as_generated_and_may_contain_anything() -> None:
 
 @pytest.mark.parametrize("end", range(1, len(CALL["hermes"])))
 def test_a_call_that_was_cut_leaks_no_markup(end: int) -> None:
-    parser = ToolParser(HERMES)
+    parser = OutputParser(HERMES)
     content, calls = _parsed(parser, "So.\n", CALL["hermes"][:end])
     # Before its last character "<tool_call>" is text like any other.
     assert content.strip() == ("So." if end >= len("<tool_call>") else "So.\n" + CALL["hermes"][:end])
@@ -187,14 +187,14 @@ def test_a_call_that_was_cut_leaks_no_markup(end: int) -> None:
 )
 def test_a_beginning_that_goes_on_otherwise_is_text(stray: str) -> None:
     text = f"{stray} x"
-    assert _parsed(ToolParser(HERMES), text) == (text, [])
-    assert _parsed(ToolParser(HERMES), *text, CALL["hermes"])[1] == [("weather", '{"city": "Rome"}')]
+    assert _parsed(OutputParser(HERMES), text) == (text, [])
+    assert _parsed(OutputParser(HERMES), *text, CALL["hermes"])[1] == [("weather", '{"city": "Rome"}')]
 
 
 def test_whitespace_at_the_end_is_content_only_without_calls() -> None:
-    assert _parsed(ToolParser(HERMES), "a \n", " ") == ("a \n ", [])
-    assert _parsed(ToolParser(HERMES), " \n") == (" \n", [])
-    assert _parsed(ToolParser(HERMES), "a \n", CALL["hermes"], "\n\n")[0] == "a"
+    assert _parsed(OutputParser(HERMES), "a \n", " ") == ("a \n ", [])
+    assert _parsed(OutputParser(HERMES), " \n") == (" \n", [])
+    assert _parsed(OutputParser(HERMES), "a \n", CALL["hermes"], "\n\n")[0] == "a"
 
 
 @pytest.mark.covering(1)
@@ -203,7 +203,7 @@ def test_whitespace_at_the_end_is_content_only_without_calls() -> None:
 )
 @pytest.mark.parametrize("style", [HERMES, MISTRAL], ids=["hermes", "mistral"])
 def test_the_work_grows_with_the_text_alone(style: Any, flood: str) -> None:
-    parser, started = ToolParser(style), time.process_time()
+    parser, started = OutputParser(style), time.process_time()
     for _ in range(200_000 // len(flood)):
         parser.push(flood)
     parser.push('<tool_call>{"name":"f","arguments":{"a":"' + "\\" * 200_000)

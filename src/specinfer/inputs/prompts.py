@@ -17,7 +17,7 @@ from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.text import TextBuffer
 from specinfer.inputs.arguments import Message, Prompt, text_of
-from specinfer.inputs.chat.template import SpecialToken
+from specinfer.inputs.chat.special_tokens import SpecialToken
 from specinfer.inputs.prompt_limits import PromptLimits
 from specinfer.inputs.text_reader import BoundedTextReader, LocalTextReader, TextReader
 

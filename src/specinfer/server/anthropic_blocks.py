@@ -5,10 +5,10 @@ from typing import Any
 
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
+from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server.dialect import ANTHROPIC
 from specinfer.server.errors import ApiError
 from specinfer.server.json_body import read_generated
-from specinfer.server.tools import ToolDelta
 from specinfer.server.usage import metrics_of, usage_of
 
 
@@ -30,7 +30,7 @@ class MessageBlocks:
     def begin(self) -> list[dict[str, Any]]:
         return [{"type": "message_start", "message": self.whole()}]
 
-    def push(self, deltas: Sequence[ToolDelta], chunk: TextChunk) -> list[dict[str, Any]]:
+    def push(self, deltas: Sequence[OutputDelta], chunk: TextChunk) -> list[dict[str, Any]]:
         events = []
         for delta in deltas:
             text = delta.content if delta.index is None else delta.arguments
@@ -65,7 +65,7 @@ class MessageBlocks:
             content.append(block | ({"text": text} if block["type"] == "text" else {"input": _input_of(text)}))
         return self._head | {"content": content} | self._end | {"usage": self._usage()}
 
-    def _begin_block(self, delta: ToolDelta, index: int) -> dict[str, Any]:
+    def _begin_block(self, delta: OutputDelta, index: int) -> dict[str, Any]:
         block: dict[str, Any] = {"type": "text", "text": ""}
         if delta.index is not None:
             block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}

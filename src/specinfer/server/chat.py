@@ -11,6 +11,7 @@ from specinfer.core.errors import RequestError
 from specinfer.core.outputs import TextChunk
 from specinfer.core.sampling import SamplingParams
 from specinfer.generation import Generation
+from specinfer.inputs.formats.parser import OutputDelta, OutputParser
 from specinfer.llm import LLM
 from specinfer.server.call import Call
 from specinfer.server.errors import ApiError
@@ -20,7 +21,7 @@ from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ChoicesResponse, respond
 from specinfer.server.protocol import ChatFields
 from specinfer.server.response_format import structured_outputs_of
-from specinfer.server.tools import ToolDelta, ToolParser, ToolPlan, plan_tools, tools_of_functions
+from specinfer.server.tools import ToolPlan, plan_tools, tools_of_functions
 
 router = APIRouter(route_class=ParsedRoute)
 
@@ -162,7 +163,7 @@ class _Output:
 
     index: int
     fields: ChatFields
-    parser: ToolParser
+    parser: OutputParser
     texts: TokenTexts | None
     is_begun: bool = False
 
@@ -186,7 +187,7 @@ class _Output:
             message |= self._calls_as_requested(calls)
         return {"index": self.index, "message": message, **self._rest(chunk)}
 
-    def _deltas(self, chunk: TextChunk) -> list[ToolDelta]:
+    def _deltas(self, chunk: TextChunk) -> list[OutputDelta]:
         deltas = self.parser.push(chunk.text)
         return deltas if chunk.finish_reason is None else deltas + self.parser.finish()
 
@@ -206,7 +207,7 @@ class _Output:
         return rest | {"token_ids": chunk.token_ids} if fields.return_token_ids else rest
 
 
-def _call_piece(delta: ToolDelta) -> dict[str, Any]:
+def _call_piece(delta: OutputDelta) -> dict[str, Any]:
     """Return an event's part of a call; the first part of each call has its name and id."""
     function = {"arguments": delta.arguments}
     if delta.name is None:
@@ -214,7 +215,7 @@ def _call_piece(delta: ToolDelta) -> dict[str, Any]:
     return {"index": delta.index, "id": delta.id, "type": "function", "function": {"name": delta.name, **function}}
 
 
-def _whole_calls(deltas: Sequence[ToolDelta]) -> list[dict[str, Any]]:
+def _whole_calls(deltas: Sequence[OutputDelta]) -> list[dict[str, Any]]:
     calls: dict[int, dict[str, Any]] = {}
     for delta in deltas:
         if delta.index is None:

@@ -6,11 +6,11 @@ from typing import Any
 
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
+from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server.dialect import OLLAMA
 from specinfer.server.errors import ApiError
 from specinfer.server.json_body import read_generated
 from specinfer.server.logprobs import TokenTexts, chat_logprobs
-from specinfer.server.tools import ToolDelta
 from specinfer.server.usage import metrics_of
 
 
@@ -26,13 +26,13 @@ class Pieces:
     def __init__(self, model: str, kind: str, generation: Generation, texts: TokenTexts | None, count: int) -> None:
         self._model, self._kind, self._generation, self._texts, self._count = model, kind, generation, texts, count
         self._content, self._calls, self._logprobs = "", list[dict[str, Any]](), list[dict[str, Any]]()
-        self._call: tuple[ToolDelta, list[str]] | None = None  # the call that is being generated
+        self._call: tuple[OutputDelta, list[str]] | None = None  # the call that is being generated
         self._end: dict[str, Any] = {}
 
     def begin(self) -> list[dict[str, Any]]:
         return []
 
-    def push(self, deltas: Sequence[ToolDelta], chunk: TextChunk) -> list[dict[str, Any]]:
+    def push(self, deltas: Sequence[OutputDelta], chunk: TextChunk) -> list[dict[str, Any]]:
         calls = []
         for delta in deltas:
             if self._call is not None and delta.index != self._call[0].index:

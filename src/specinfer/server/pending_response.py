@@ -17,6 +17,7 @@ from fastapi.responses import Response
 import specinfer
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
+from specinfer.inputs.formats.parser import OutputDelta, OutputParser
 from specinfer.server.auth import route_path
 from specinfer.server.config import ServerConfig
 from specinfer.server.dialect import Event, dialect_of, to_json
@@ -27,7 +28,6 @@ from specinfer.server.logprobs import TokenTexts
 from specinfer.server.protocol import SharedFields
 from specinfer.server.state import state_of
 from specinfer.server.stream import EventStream
-from specinfer.server.tool_parser import ToolDelta, ToolParser
 from specinfer.server.trace import step_record
 from specinfer.server.usage import metrics_of, usage_of
 
@@ -174,7 +174,7 @@ class Items(Protocol):
 
     def begin(self) -> Sequence[Event]: ...
 
-    def push(self, deltas: Sequence[ToolDelta], chunk: TextChunk) -> Sequence[Event]:
+    def push(self, deltas: Sequence[OutputDelta], chunk: TextChunk) -> Sequence[Event]:
         """Add a chunk, which was parsed into these pieces of text and calls."""
         ...
 
@@ -198,7 +198,7 @@ class ItemsResponse:
     fields: SharedFields
     generation: Generation
     items: Items
-    parser: ToolParser
+    parser: OutputParser
 
     def close(self) -> None:
         self.generation.close()
@@ -237,7 +237,7 @@ class ItemsResponse:
             for event in self.items.fail(api_error):
                 yield event
 
-    def _deltas(self, chunk: TextChunk) -> list[ToolDelta]:
+    def _deltas(self, chunk: TextChunk) -> list[OutputDelta]:
         deltas = self.parser.push(chunk.text)
         return deltas if chunk.finish_reason is None else deltas + self.parser.finish()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
+from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server.errors import ApiError
-from specinfer.server.tool_parser import ToolDelta
 from specinfer.server.usage import metrics_of, usage_of
 
 Event = dict[str, Any]
@@ -34,7 +34,7 @@ class ResponseItems:
     def begin(self) -> list[Event]:
         return [self._state("response.created"), self._state("response.in_progress")]
 
-    def push(self, deltas: Sequence[ToolDelta], chunk: TextChunk) -> list[Event]:
+    def push(self, deltas: Sequence[OutputDelta], chunk: TextChunk) -> list[Event]:
         """Add more of the response and return its events."""
         events: list[Event] = []
         for delta in deltas:
@@ -51,7 +51,7 @@ class ResponseItems:
         is_cut = chunk.finish_reason == "length"
         events: list[Event] = []
         if not self._items and not self._is_open:
-            events += self._open(ToolDelta())
+            events += self._open(OutputDelta())
         self._status = "incomplete" if is_cut else "completed"
         events += self._close(self._status)
         self._head |= self._end() | {"completed_at": None if is_cut else int(time.time())}
@@ -90,7 +90,7 @@ class ResponseItems:
 
     # -------------------------------------------------------------------------------------- items
 
-    def _open(self, delta: ToolDelta) -> list[Event]:
+    def _open(self, delta: OutputDelta) -> list[Event]:
         place = len(self._items)
         self._call, self._is_open, self._texts = delta.index, True, []
         if delta.index is None:

@@ -1,6 +1,6 @@
-"""Tool calls: the grammar that constrains a response to valid calls, and the parser that reads them.
+"""The tools of a request and its choice among them, checked and turned into a plan for serving it.
 
-Calls are written in the format that the model was trained on (`chat/tool_formats.py`). With "auto" the response is free
+Calls are written in the format that the model was trained on (`inputs/formats`). With "auto" the response is free
 text, and a call that begins in it must be valid. "required" and a named function allow only calls.
 """
 
@@ -12,23 +12,16 @@ from typing import Any
 
 from specinfer.core.errors import RequestError
 from specinfer.core.structured_outputs import StructuredOutputsParams
-from specinfer.inputs.chat.template import SpecialToken
-from specinfer.inputs.chat.tool_formats import ToolFormat, find_format
+from specinfer.inputs.chat.special_tokens import SpecialToken
+from specinfer.inputs.formats.call_grammar import CallableFunction, CallGrammar
+from specinfer.inputs.formats.calls import ToolFormat, find_format
+from specinfer.inputs.formats.parser import OutputParser
 from specinfer.server.schemas import read_schema
-from specinfer.server.tool_parser import ToolDelta, ToolParser
-
-__all__ = ["ToolDelta", "ToolParser", "ToolPlan", "plan_tools", "tools_of_functions"]
 
 MAX_TOOLS = 128
 _MAX_CHARACTERS = 300_000  # limit on all tools together
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}", re.ASCII)
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-@dataclass(frozen=True, slots=True)
-class _Function:
-    name: str
-    schema: dict[str, Any]  # the JSON schema of its arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +39,11 @@ class ToolPlan:
     tools_for_template: list[dict[str, Any]] | None = None
     call_format: ToolFormat | None = None
     shows_special_tokens: bool = False
-    _grammar: "_Grammar | None" = None
+    _grammar: CallGrammar | None = None
 
-    def parser(self) -> ToolParser:
+    def parser(self) -> OutputParser:
         """Return a parser for one response; each of `n` responses needs its own."""
-        return ToolParser(self.call_format)
+        return OutputParser(self.call_format)
 
     def combined(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """Return the constraints together with a requested format; with "auto" a response is a call or has it.
@@ -89,7 +82,7 @@ def plan_tools(
     if mode == "none":
         return ToolPlan()
     tokens, call_format = special_tokens or {}, find_format(chat_template)
-    grammar = _Grammar(
+    grammar = CallGrammar(
         call_format,
         tuple(functions[name] for name in chosen),
         mode != "auto",
@@ -119,14 +112,14 @@ def tools_of_functions(functions: Sequence[Any] | None, function_call: Any) -> t
 # ------------------------------------------------------------------------------------------ reading
 
 
-def _read_tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, _Function]]:
+def _read_tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, CallableFunction]]:
     """Return the tools in the format for templates, and their functions by name."""
     if not isinstance(tools, (list, tuple)):
         raise RequestError(f"tools: must be a list of functions, not {tools!r:.60}")
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools: {len(tools)} are too many; send at most {MAX_TOOLS}")
     shown: list[dict[str, Any]] = []
-    functions: dict[str, _Function] = {}
+    functions: dict[str, CallableFunction] = {}
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else tool
@@ -142,7 +135,7 @@ def _read_tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, _
     return shown, functions
 
 
-def _read_function(field: str, given: Any) -> tuple[dict[str, Any], _Function]:
+def _read_function(field: str, given: Any) -> tuple[dict[str, Any], CallableFunction]:
     if not isinstance(given, dict):
         raise RequestError(f"{field}: must be an object with a name, not {given!r:.60}")
     if unknown := sorted(given.keys() - {"name", "description", "parameters", "strict"}):
@@ -161,7 +154,7 @@ def _read_function(field: str, given: Any) -> tuple[dict[str, Any], _Function]:
     function_fields = {"name": name, "description": description or "", "parameters": parameters}
     # Without `strict`, keywords that a grammar cannot enforce are left to the model.
     options = {} if strict else {"x-guidance": {"lenient": True}}
-    return function_fields, _Function(name, {"type": "object"} | parameters | options)
+    return function_fields, CallableFunction(name, {"type": "object"} | parameters | options)
 
 
 def _read_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
@@ -194,107 +187,3 @@ def _named(field: str, choice: Any, names: list[str]) -> str:
     if not isinstance(name, str) or name not in names:
         raise RequestError(f"{field}.function.name: {name!r:.80} is none of the tools")
     return name
-
-
-# ------------------------------------------------------------------------------------------ grammar
-
-
-@dataclass(frozen=True, slots=True)
-class _Grammar:
-    """The grammar of a response in Lark's notation; each function's arguments are a separate JSON schema."""
-
-    call_format: ToolFormat
-    functions: tuple[_Function, ...]
-    must_call: bool
-    is_parallel: bool
-    special_tokens: Mapping[str, SpecialToken]
-
-    def params(self, answer: StructuredOutputsParams | None) -> StructuredOutputsParams:
-        """Return the grammar of calls, free text, or calls and responses of another format."""
-        schemas: dict[str, Any] = {f"of-{function.name}": function.schema for function in self.functions}
-        rules = [*self._calls()]
-        if self.must_call:
-            rules = ["start: calls", f"opening: {self._opening()}", *rules]
-        elif answer is None:
-            rules = [*self._text(), *rules]
-        else:
-            rule, more = self._answer_rule(answer)
-            schemas |= more
-            rules = ["start: calls | answer", f"opening: {self._opening()}", f"answer: {rule}", *rules]
-        return StructuredOutputsParams(grammar="\n".join(rules), schemas=schemas, field="tools")
-
-    def _calls(self) -> list[str]:
-        """Return the rules for one call or several, after their opening."""
-        style = self.call_format
-        named = []
-        for function in self.functions:
-            name = json.dumps(function.name) if style.quotes_name else function.name
-            named.append(self._sequence([name, *style.between], f"@of-{function.name}"))
-        more = ""
-        if self.is_parallel and style.again:
-            again = self._sequence(list(style.again), "named", *style.after)
-            more = f" (WS? {again})*"
-        end = "".join(f" WS? {self._literal(text)}" for text in style.end)
-        first = self._sequence(list(style.first[1:]), "named", *style.after)
-        return [
-            f"calls: opening WS? {first}{more}{end}",
-            "named: " + " | ".join(named),
-            r"WS: /[ \t\r\n]{1,16}/",
-        ]
-
-    def _opening(self) -> str:
-        lead = self.call_format.lead
-        optional = f"{self._literal(lead)}? WS? " if lead in self.special_tokens and lead is not None else ""
-        return optional + self._literal(self.call_format.trigger)
-
-    def _text(self) -> list[str]:
-        """Return the rules for free text in which a call may begin. It includes shown tokens, except those of calls."""
-        style, trigger = self.call_format, self._literal(self.call_format.trigger)
-        others = [t.id for name, t in self.special_tokens.items() if t.is_shown and name not in style.texts]
-        between = " (other TEXT)*" if others else ""
-        rules = [f"other: <[{_ranges(others)}]>"] if others else []
-        if not style.follows_text:
-            # Text that begins like a call could not be distinguished from one.
-            start = re.escape(style.trigger[0])
-            rules += [rf"FIRST: /([ \t\r\n]*[^ \t\r\n{start}](.|\n)*)?/", "TEXT: /(?s:.*)/"]
-            return [f"start: calls | FIRST{between}", f"opening: {self._opening()}", *rules]
-        rules.insert(0, f"start: calls | TEXT{between}")
-        before = "(TEXT other)* " if others else ""
-        if style.trigger in self.special_tokens:
-            # The trigger spelled as text would look like the token.
-            spelled = rf"/(?s:.*){re.escape(style.trigger)}(?s:.*)/"
-            return [*rules, f"TEXT: /(?s:.*)/ & ~{spelled}", f"opening: {before}TEXT {trigger}"]
-        return [*rules, "TEXT: /(?s:.*)/", f"opening: {before}last", f"last[lazy]: TEXT {trigger}"]
-
-    def _answer_rule(self, asked: StructuredOutputsParams) -> tuple[str, dict[str, Any]]:
-        """Return a rule for answers of a format, and the schemas that it refers to."""
-        if asked.kind in ("grammar", "grammars"):
-            raise RequestError("structured_outputs: grammar cannot be joined with tools; leave one of them out")
-        if not self.call_format.follows_text:
-            raise RequestError(
-                f"{asked.field}: this model's calls cannot be told from other JSON; leave it out, or the tools"
-            )
-        if asked.kind == "json":
-            return "@answer", {"answer": asked.text}
-        if asked.choice is not None:
-            return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in asked.choice), {}
-        return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", asked.text) + "/", {}
-
-    def _sequence(self, texts: list[str], rule: str, *after: str) -> str:
-        """Return texts with a rule among them; whitespace may be between them."""
-        return " WS? ".join([*map(self._literal, texts), rule, *map(self._literal, after)])
-
-    def _literal(self, text: str) -> str:
-        token = self.special_tokens.get(text)
-        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token.id}]>"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Return numbers in Lark's notation, with consecutive ones as a range."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in ranges)

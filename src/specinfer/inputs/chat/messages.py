@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specinfer.core.errors import RequestError
-from specinfer.inputs.chat.tool_formats import ToolFormat
+from specinfer.inputs.formats.calls import ToolFormat
 
 Message = dict[str, Any]
 

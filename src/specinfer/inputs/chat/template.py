@@ -16,7 +16,8 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError
 from specinfer.core.errors import ContextLengthError, RequestError, first_line
 from specinfer.inputs.chat.control_tokens import ControlTokens
 from specinfer.inputs.chat.messages import Message, add_tools, read_messages
-from specinfer.inputs.chat.tool_formats import find_format
+from specinfer.inputs.chat.special_tokens import SpecialToken
+from specinfer.inputs.formats.calls import find_format
 
 logger = logging.getLogger(__name__)
 _BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: these characters have no meaning in text
@@ -30,18 +31,6 @@ _REFUSED_KWARGS = {
     "tokenize", "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
 _ALWAYS_KWARGS = {"enable_thinking"}  # clients send it to every model
-
-
-@dataclass(frozen=True, slots=True)
-class SpecialToken:
-    """A token added to the vocabulary.
-
-    Attributes:
-        is_shown: Whether decoded texts contain it, as `<think>` of some models.
-    """
-
-    id: int
-    is_shown: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,15 @@
 """Parsing of a response's text into content and tool calls, piece by piece as it comes.
 
 Each character is looked at a bounded number of times, and nothing is evaluated. The parser does not rely on the grammar
-of `tools.py`: text that turns out not to be a call becomes content.
+of `call_grammar.py`: text that turns out not to be a call becomes content.
 """
 
 import re
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from specinfer.inputs.chat.tool_formats import ToolFormat
+from specinfer.inputs.formats.calls import ToolFormat
 
 _NAME_BEGINS = {True: re.compile(r'"[a-zA-Z0-9_-]{0,64}'), False: re.compile(r"[a-zA-Z0-9_-]{0,64}")}
 _NAMES = {True: re.compile(r'"([a-zA-Z0-9_-]{1,64})"'), False: re.compile(r"([a-zA-Z0-9_-]{1,64})(?![a-zA-Z0-9_-])")}
@@ -18,11 +18,12 @@ _SPACES = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class ToolDelta:
-    """A piece of a response: either text, or a part of a call.
+class OutputDelta:
+    """A piece of a response: text, a part of a thought, or a part of a call.
 
     Attributes:
-        content: Text of the response; empty in a part of a call.
+        content: Text of the response; empty in a part of a thought or of a call.
+        reasoning: Text of a thought.
         index: The index of the call that this part belongs to, from 0; None for content.
         id: The call's id, in its first part.
         name: The function's name, in the first part of the call.
@@ -30,6 +31,7 @@ class ToolDelta:
     """
 
     content: str = ""
+    reasoning: str = ""
     index: int | None = None
     id: str | None = None
     name: str | None = None
@@ -46,7 +48,7 @@ class _State(Enum):
     LIST = auto()  # after one call of a list
 
 
-class ToolParser:
+class OutputParser:
     """A parser of one response as it is generated.
 
     Args:
@@ -76,7 +78,7 @@ class ToolParser:
         """True if there are calls, and the arguments of the last one have ended."""
         return self.has_calls and self._state is not _State.ARGUMENTS
 
-    def push(self, text: str) -> list[ToolDelta]:
+    def push(self, text: str) -> list[OutputDelta]:
         """Add text, and return the deltas that are certain now."""
         self._pending += text
         steps = {
@@ -88,28 +90,28 @@ class ToolParser:
             _State.TAIL: self._read_tail,
             _State.LIST: self._read_list,
         }
-        deltas: list[ToolDelta] = []
+        deltas: list[OutputDelta] = []
         before: _State | None = None
         while self._pending and self._state is not before:  # a step that does not change the state waits for more text
             before = self._state
             deltas += steps[before]()
         return _joined(deltas)
 
-    def finish(self) -> list[ToolDelta]:
+    def finish(self) -> list[OutputDelta]:
         """Return the text that was kept back at the end of the response. A call without arguments is dropped."""
         is_text = self._state in (_State.START, _State.TEXT, _State.PLAIN)
         left = "".join(self._held) + self._pending if is_text else ""
         self._held, self._pending = [], ""
         is_shown = (left and not self.has_calls) or left.strip(_SPACES)
-        return [ToolDelta(left)] if is_shown else []
+        return [OutputDelta(left)] if is_shown else []
 
     # ------------------------------------------------------------------------------------ content
 
-    def _read_plain(self) -> list[ToolDelta]:
+    def _read_plain(self) -> list[OutputDelta]:
         text, self._pending = self._pending, ""
         return self._content(text, holds_back=self.has_calls)
 
-    def _read_start(self) -> list[ToolDelta]:
+    def _read_start(self) -> list[OutputDelta]:
         rest = self._pending.lstrip(_SPACES)
         self._held.append(self._pending[: len(self._pending) - len(rest)])
         lead, trigger = self._format.lead or "", self._format.trigger
@@ -120,7 +122,7 @@ class ToolParser:
             self._state = _State.PLAIN
         return []
 
-    def _read_text(self) -> list[ToolDelta]:
+    def _read_text(self) -> list[OutputDelta]:
         trigger = self._format.trigger
         at = self._pending.find(trigger)
         end = at if at >= 0 else len(self._pending) - _overlap(self._pending, trigger)
@@ -130,10 +132,10 @@ class ToolParser:
             self._begin(self._format.first)
         return deltas
 
-    def _content(self, text: str, *, holds_back: bool) -> list[ToolDelta]:
+    def _content(self, text: str, *, holds_back: bool) -> list[OutputDelta]:
         """Return content; whitespace at its end may be kept back until more text follows."""
         body = text.rstrip(_SPACES) if holds_back else text
-        deltas = [ToolDelta("".join(self._held) + body)] if body else []
+        deltas = [OutputDelta("".join(self._held) + body)] if body else []
         if body:
             self._held = []
         self._held.append(text[len(body) :])
@@ -146,7 +148,7 @@ class ToolParser:
         self._expected = [*texts, None, *self._format.between]
         self._held = []
 
-    def _read_head(self) -> list[ToolDelta]:
+    def _read_head(self) -> list[OutputDelta]:
         while self._expected:
             text = self._expected[0]
             taken = self._take_name() if text is None else self._take(text)
@@ -159,14 +161,14 @@ class ToolParser:
         self._state, self._depth, self._in_string = _State.ARGUMENTS, 1, False
         self._num_calls += 1
         call_id = f"call_{uuid.uuid4().hex[:24]}"
-        return [ToolDelta(index=self._num_calls - 1, id=call_id, name=self._name, arguments="{")]
+        return [OutputDelta(index=self._num_calls - 1, id=call_id, name=self._name, arguments="{")]
 
-    def _read_arguments(self) -> list[ToolDelta]:
+    def _read_arguments(self) -> list[OutputDelta]:
         end = self._end_of_arguments()
         text, self._pending = self._pending[:end], self._pending[end:]
         if self._depth == 0:
             self._state, self._expected, self._raw = _State.TAIL, list(self._format.after), []
-        return [ToolDelta(index=self._num_calls - 1, arguments=text)]
+        return [OutputDelta(index=self._num_calls - 1, arguments=text)]
 
     def _end_of_arguments(self) -> int:
         """Return the length of pending text that belongs to the arguments; the depth is 0 if they end there."""
@@ -185,7 +187,7 @@ class ToolParser:
                     return at
         return len(text)
 
-    def _read_tail(self) -> list[ToolDelta]:
+    def _read_tail(self) -> list[OutputDelta]:
         while self._expected:
             text = self._expected[0]
             assert text is not None
@@ -198,7 +200,7 @@ class ToolParser:
         self._state = _State.LIST if self._format.end else self._content_state
         return []
 
-    def _read_list(self) -> list[ToolDelta]:
+    def _read_list(self) -> list[OutputDelta]:
         for texts in (self._format.again, self._format.end):
             taken = self._take(texts[0])
             if taken is None:
@@ -212,7 +214,7 @@ class ToolParser:
                 return []
         return self._stray()
 
-    def _stray(self) -> list[ToolDelta]:
+    def _stray(self) -> list[OutputDelta]:
         """Return the text of a supposed call as content: it was not a call."""
         raw, self._raw = "".join(self._raw), []
         self._state = self._content_state
@@ -256,15 +258,13 @@ def _overlap(text: str, trigger: str) -> int:
     return 0
 
 
-def _joined(deltas: list[ToolDelta]) -> list[ToolDelta]:
+def _joined(deltas: list[OutputDelta]) -> list[OutputDelta]:
     """Join neighbouring deltas of the same call, or of content."""
-    joined: list[ToolDelta] = []
+    joined: list[OutputDelta] = []
     for delta in deltas:
         last = joined[-1] if joined else None
         if last is not None and last.index == delta.index and delta.id is None:
-            joined[-1] = ToolDelta(
-                last.content + delta.content, last.index, last.id, last.name, last.arguments + delta.arguments
-            )
+            joined[-1] = replace(last, content=last.content + delta.content, arguments=last.arguments + delta.arguments)
         else:
             joined.append(delta)
     return joined

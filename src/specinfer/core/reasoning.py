@@ -1,0 +1,22 @@
+"""The thought that precedes an answer: its markers, and where an output begins."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The thought in one output of a conversation.
+
+    Attributes:
+        start: Text before a thought.
+        end: Text after a thought, with which the answer begins.
+        end_ids: Tokens that end a thought whose budget is spent.
+        is_open: Whether the prompt ends within a thought.
+        budget: Maximum number of tokens of the thought, or None without a limit.
+    """
+
+    start: str
+    end: str
+    end_ids: tuple[int, ...]
+    is_open: bool
+    budget: int | None = None
