@@ -65,6 +65,16 @@ class EngineArgs:
     tokenizer_revision: str | None = setting(
         None, _MODEL, "Branch, tag or commit of the tokenizer. (default: that of the model)"
     )
+    reasoning_parser: str = setting(
+        "auto",
+        _MODEL,
+        "Format of the thoughts of the model: a name, none (thoughts are a part of the answer), or auto (by the chat "
+        "template).",
+        metavar="NAME",
+    )
+    tool_call_parser: str = setting(
+        "auto", _MODEL, "Format of the tool calls of the model: a name, or auto (by the chat template).", metavar="NAME"
+    )
     dtype: str = setting(
         "auto",
         _MODEL,

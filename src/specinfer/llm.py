@@ -69,7 +69,10 @@ class LLM:
             self.adaptation: Adaptation | None = None
             self._counters = EngineCounters()
             loaded = self.target.loaded
-            self.reader = PromptReader(self.tokenizer, loaded.vocab_size, self.max_model_len, loaded.eos_token_ids)
+            self.reader = PromptReader(
+                self.tokenizer, loaded.vocab_size, self.max_model_len, loaded.eos_token_ids,
+                reasoning_parser=args.reasoning_parser, tool_call_parser=args.tool_call_parser,
+            )  # fmt: skip
             self.jobs = JobReader(self.reader, self.adapters, SLO.of(args.slo), args.seed)
             self.speculate(speculative, progress)
             if args.adapt_drafters:

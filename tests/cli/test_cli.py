@@ -106,6 +106,12 @@ def test_a_flag_that_only_vllm_has_is_explained(flag: str, about: str) -> None:
     assert about in said
 
 
+def test_flags_of_vllm_that_turn_on_what_is_on_have_no_effect() -> None:
+    said = refusal("serve", "demo", "--enable-auto-tool-choice", "--enable-reasoning", "--port", "-1")
+    assert "port" in said
+    assert "vLLM" not in said
+
+
 def test_lines_break_between_words_whatever_the_pieces() -> None:
     text = "one two  three\nfour  five sixteen-letters-x y"
     for size in (1, 2, 3, 7, len(text)):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from specinfer.core.errors import RequestError
+from specinfer.core.reasoning import Reasoning
 from specinfer.core.sampling import SamplingParams
 from specinfer.inputs.arguments import as_list
 from specinfer.inputs.prompts import PromptReader
@@ -53,6 +54,16 @@ def test_a_cache_salt_is_text() -> None:
     for wrong in ("", 3, ["a"], "\0adapter-1"):
         with pytest.raises(RequestError, match="cache_salt: "):
             READER.cache_salt({"prompt": "the", "cache_salt": wrong})
+
+
+def test_a_prompt_may_say_what_thought_its_outputs_have() -> None:
+    thought = Reasoning("<think>", "</think>", (5,), is_open=True)
+    assert READER.reasoning({"prompt": "the", "reasoning": thought}) is thought
+    for prompt in ("the", [3, 4], {"prompt": "the"}, {"prompt": "the", "reasoning": None}):
+        assert READER.reasoning(prompt) is None
+    assert READER.read({"prompt_token_ids": [3, 4], "reasoning": thought}, SamplingParams()) == [3, 4]
+    with pytest.raises(RequestError, match="reasoning: give a Reasoning"):
+        READER.reasoning({"prompt": "the", "reasoning": "deepseek_r1"})
 
 
 def test_a_grammar_is_read_for_the_request_it_belongs_to() -> None:

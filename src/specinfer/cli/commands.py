@@ -28,6 +28,7 @@ from specinfer.engine_args import EngineArgs
 
 # Flags by their names, with the names that they had.
 _OLD_NAMES = {about.name or each.name: about.old_name for each, about in settings_of(EngineArgs) if about.old_name}
+_SWITCHES = frozenset(f"--{name.replace('_', '-')}" for name, entry in ENGINE.items() if entry.is_switch)  # of vLLM
 
 
 class UsageError(Exception):
@@ -57,7 +58,7 @@ class Program(Group):
             sys.stdout.reconfigure(errors="replace")
         try:
             with checking():
-                words = join_dotted("--speculative-config", words)
+                words = join_dotted("--speculative-config", [word for word in words if word not in _SWITCHES])
             code = super().main(words, *more, **(kwargs | {"standalone_mode": False, "obj": words})) or 0
             sys.stdout.flush()  # a closed pipe raises here, not at interpreter exit
         except BrokenPipeError:

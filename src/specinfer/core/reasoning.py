@@ -12,11 +12,9 @@ class Reasoning:
         end: Text after a thought, with which the answer begins.
         end_ids: Tokens that end a thought whose budget is spent.
         is_open: Whether the prompt ends within a thought.
-        budget: Maximum number of tokens of the thought, or None without a limit.
     """
 
     start: str
     end: str
     end_ids: tuple[int, ...]
     is_open: bool
-    budget: int | None = None

@@ -25,10 +25,12 @@ class VllmName(NamedTuple):
     Attributes:
         about: Why it has no effect, or what to use instead.
         accepted: Values that are accepted without effect, or None for all.
+        is_switch: Whether the command line accepts it without effect, as a flag without a value.
     """
 
     about: str
     accepted: tuple[Any, ...] | None = (None,)
+    is_switch: bool = False
 
 
 _ANY = None
@@ -51,10 +53,12 @@ ENGINE: Mapping[str, VllmName] = {
     "disable_sliding_window": VllmName("the window of a model is always applied", (False,)),
     "distributed_executor_backend": VllmName("ranks are processes that are started here or with nnodes", (None, "mp")),
     "download_dir": VllmName("set HF_HOME"),
+    "enable_auto_tool_choice": VllmName("tools that a request has may always be called", _ANY, is_switch=True),
     "enable_chunked_prefill": VllmName("prompts are always read in chunks of max_num_batched_tokens", (True, None)),
     "enable_expert_parallel": VllmName("experts are sharded with the other layers", (False,)),
     "enable_log_requests": VllmName("the server logs requests; see --no-access-log", _ANY),
     "enable_prompt_embeds": VllmName("prompts are text or token ids", (False,)),
+    "enable_reasoning": VllmName("thoughts are told from answers; see reasoning_parser", _ANY, is_switch=True),
     "enable_sleep_mode": VllmName("shut the LLM down and load it again", (False,)),
     "generation_config": VllmName("generate has the defaults of SamplingParams", (None, "auto", "vllm")),
     "guided_decoding_backend": VllmName("llguidance is used for every constraint", _ANY),
@@ -74,6 +78,7 @@ ENGINE: Mapping[str, VllmName] = {
     "override_pooler_config": VllmName(_POOLING),
     "pooler_config": VllmName(_POOLING),
     "preemption_mode": VllmName("preempted requests are computed again", (None, "recompute")),
+    "reasoning_config": VllmName("use reasoning_parser"),
     "rope_scaling": VllmName("edit config.json in a copy of the model"),
     "rope_theta": VllmName("edit config.json in a copy of the model"),
     "runner": VllmName(_POOLING, ("auto", "generate")),

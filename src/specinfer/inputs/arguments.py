@@ -5,6 +5,7 @@ from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
 from specinfer.core.errors import RequestError, as_python
 from specinfer.core.lora import LoRARequest
+from specinfer.core.reasoning import Reasoning
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.text import counted
 
@@ -13,17 +14,19 @@ _MAX_BRIEF = 1 << 12  # tokens of all outputs of a request that takes less time 
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
+    """A prompt as text; `reasoning` describes the thought of its outputs."""
 
     prompt: str
     cache_salt: NotRequired[str]
+    reasoning: NotRequired[Reasoning | None]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
+    """A prompt as token ids; `reasoning` describes the thought of its outputs."""
 
     prompt_token_ids: Sequence[int]
     cache_salt: NotRequired[str]
+    reasoning: NotRequired[Reasoning | None]
 
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from specinfer.core.config import AUTO
 from specinfer.core.errors import ContextLengthError, RequestError, as_python
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.state import Grammar
 from specinfer.core.logprob import Logprob
 from specinfer.core.lora import Adapter
 from specinfer.core.outputs import RequestOutput
+from specinfer.core.reasoning import Reasoning
 from specinfer.core.request import Request
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
@@ -42,13 +44,25 @@ class PromptReader:
         vocab_size: Number of tokens in the target's vocabulary.
         max_model_len: Longest prompt and output together, in tokens.
         eos_token_ids: Tokens that end a text.
+        reasoning_parser: Format of the model's thoughts: a name, "auto" or "none".
+        tool_call_parser: Format of the model's calls: a name or "auto".
 
     Attributes:
         is_bounded: Whether long texts are read and grammars are tried in other processes, with limits on time and
             memory.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        *,
+        reasoning_parser: str = AUTO,
+        tool_call_parser: str = AUTO,
+    ) -> None:
+        self.reasoning_parser, self.tool_call_parser = reasoning_parser, tool_call_parser
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -133,6 +147,10 @@ class PromptReader:
             template_kwargs=template_kwargs,
         )
 
+    def reasoning_of(self, ids: Sequence[int]) -> Reasoning | None:
+        """Return the thought of the outputs of a rendered conversation, or None for a model that does not think."""
+        return None
+
     @property
     def chat_template(self) -> str | None:
         """Text of the chat template; set it to replace the model's own."""
@@ -181,6 +199,17 @@ class PromptReader:
         if "\0" in salt:  # what is cached with an adapter has a salt that ends with one and the adapter's
             raise RequestError(f"cache_salt: may not contain the character U+0000, as in {salt!r:.60}")
         return salt
+
+    def reasoning(self, prompt: Prompt) -> Reasoning | None:
+        """Return the thought of the prompt's outputs, or None if there is none.
+
+        Raises:
+            RequestError: The value is not a `Reasoning`.
+        """
+        found = prompt.get("reasoning") if isinstance(prompt, Mapping) else None
+        if not isinstance(found, Reasoning | None):
+            raise RequestError(f"reasoning: give a Reasoning, or leave it out, not {found!r:.60}")
+        return found
 
     def bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each bad word, at the start of a text and after a space.
@@ -269,7 +298,7 @@ class PromptReader:
     def _tokens(self, prompt: Prompt) -> list[int]:
         given: Any = prompt
         if isinstance(prompt, Mapping):
-            if unknown := sorted(set(map(str, prompt)) - {"prompt", "prompt_token_ids", "cache_salt"}):
+            if unknown := sorted(set(map(str, prompt)) - {"prompt", "prompt_token_ids", "cache_salt", "reasoning"}):
                 raise RequestError(
                     f"prompt: key {unknown[0]!r} is not known; use prompt or prompt_token_ids, and cache_salt"
                 )

@@ -34,7 +34,8 @@ def read_conversations(
     with _template(reader, chat_template):
         for i, conversation in enumerate(conversations):
             try:
-                prompts.append({"prompt_token_ids": reader.read_chat(conversation, **options)})
+                ids = reader.read_chat(conversation, **options)
+                prompts.append({"prompt_token_ids": ids, "reasoning": reader.reasoning_of(ids)})
             except RequestError as error:
                 if len(conversations) == 1 or not str(error).startswith("messages"):
                     raise
