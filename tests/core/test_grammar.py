@@ -1,5 +1,6 @@
 """Grammars: masks after paths, ends, what is refused, and output that keeps to them with and without guesses."""
 
+import dataclasses
 import json
 import random
 import re
@@ -22,6 +23,7 @@ from specinfer.core.grammar.state import Grammar, MaskCredit, MaskTime
 from specinfer.core.request import FinishReason
 from specinfer.core.text import TextBuffer
 from specinfer.demo.pair import demo_folders
+from specinfer.drafters.remote import request_proxy
 from specinfer.inputs.prompts import PromptReader
 from specinfer.model.definition import load_tokenizer
 from tiny import EOS, VOCAB, make_request, make_tokenizer, save_model
@@ -323,6 +325,31 @@ def test_schemas_that_a_grammar_names() -> None:
         _say(grammar.clone(), "a the")
 
 
+def test_a_grammar_names_constraints_of_any_kind_and_those_name_others() -> None:
+    inner = StructuredOutputsParams(grammar='start: "the" @end', schemas={"end": StructuredOutputsParams(regex="a|d")})
+    named = {
+        "pick": StructuredOutputsParams(choice=["and", "a.d"]),
+        "word": StructuredOutputsParams(regex="the/?th?"),
+        "end": StructuredOutputsParams(regex="a|d"),
+        "rest": inner,
+    }
+    grammar = _compile(grammar='start: @pick " " @word " " (@rest | @end)', schemas=named)
+    for text in ("and thet thea", "and theth d"):
+        assert _legal(_say(grammar.clone(), text)) == [EOS]
+    for text in ("aad thet a", "and the a", "and thet the"):
+        with pytest.raises(AssertionError):
+            assert _legal(_say(grammar.clone(), text)) == [EOS]
+    asked = StructuredOutputsParams(grammar="start: @rest", schemas=named)
+    sent = json.loads(json.dumps(dataclasses.asdict(asked)))
+    assert request_proxy._constraint(sent) == asked, "as on a rank without an engine"
+
+
+def test_two_constraints_of_one_name_are_refused() -> None:
+    inner = StructuredOutputsParams(grammar="start: @x", schemas={"x": StructuredOutputsParams(regex="a")})
+    with pytest.raises(ValueError, match="schemas has two constraints of the name 'x'"):
+        StructuredOutputsParams(grammar="start: @x @y", schemas={"x": {"type": "null"}, "y": inner})
+
+
 @pytest.mark.parametrize(
     ("grammar", "schemas", "said"),
     [
@@ -330,6 +357,9 @@ def test_schemas_that_a_grammar_names() -> None:
         ("start: @a", {"a": {"multipleOf": 99999989}}, "a: multipleOf 99999989 takes too much work"),
         ("start: @a", {"a": {"const": "a" * 200_000}}, "a: 200"),
         ("start: @a", {"b": {}}, "cannot be read"),
+        ("start: @a", {"a": StructuredOutputsParams(regex="(")}, "a: cannot be read, mend it: unclosed group"),
+        ("start: @a", {"a": StructuredOutputsParams(regex="a" * 200_000)}, "a: 200000 characters"),
+        ("start: @a", {"a": StructuredOutputsParams(grammar="start: <[*]>")}, "a: tokens .* may include the end"),
         ("start: @a " + "(" * 30_000, {"a": {"type": "null"}}, "300"),
     ],
 )

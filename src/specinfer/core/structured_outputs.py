@@ -20,7 +20,7 @@ class StructuredOutputsParams:
         choice: Strings, one of which is the output.
         grammar: A grammar in Lark's notation, whose first rule is `start` and which the output matches.
         json_object: True if the output is any JSON object.
-        schemas: JSON schemas that `grammar` names as `@name`; as text or as dicts, kept as text.
+        schemas: Constraints that `grammar` names as `@name`: JSON schemas (as text or as dicts), or params of any kind.
         field: Name of the field in error messages.
 
     Raises:
@@ -32,7 +32,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    schemas: Mapping[str, str | Mapping[str, Any]] | None = None
+    schemas: Mapping[str, "str | Mapping[str, Any] | StructuredOutputsParams"] | None = None
     field: str = "structured_outputs"
 
     def __post_init__(self) -> None:
@@ -53,14 +53,15 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.schemas is not None:
             if self.grammar is None or not isinstance(self.schemas, Mapping):
-                raise ValueError("structured_outputs: schemas must map names that grammar uses to JSON schemas")
-            named = {str(name): _schema_text(schema) for name, schema in self.schemas.items()}
+                raise ValueError("structured_outputs: schemas must map names that grammar uses to constraints")
+            named = {str(name): _as_params(each) for name, each in self.schemas.items()}
             object.__setattr__(self, "schemas", named)
+            self._named()
         for text in (self.regex, self.grammar, *(self.choice or ())):
             if text is not None and (not isinstance(text, str) or not text):
                 raise ValueError(f"structured_outputs: {given[0]} must hold text that is not empty, not {text!r:.60}")
         try:
-            "".join(self.choice or (self.text,)).encode()
+            "".join(self.choice or (self._own_text,)).encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"structured_outputs: {given[0]} is not valid Unicode (a lone surrogate)") from error
 
@@ -69,21 +70,45 @@ class StructuredOutputsParams:
         """Format of `text`.
 
         "json" (a schema), "regex", "choice" (a regular expression too), "grammar" (Lark's notation) or "grammars"
-        (a JSON list of one grammar, and of schemas with their names).
+        (a JSON list of the name, the kind and the text of one grammar and of all constraints that are named in it).
         """
-        if self.schemas:
-            return "grammars"
-        return next((name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None), "json")
+        return "grammars" if self.schemas else self._own_kind
 
     @property
     def text(self) -> str:
+        if not self.schemas:
+            return self._own_text
+        return json.dumps([("", "grammar", self._own_text), *((name, *of) for name, of in self._named().items())])
+
+    @property
+    def _own_kind(self) -> str:
+        return next((name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None), "json")
+
+    @property
+    def _own_text(self) -> str:
         if self.choice is not None:
             return "|".join(map(_escaped, self.choice))
-        if self.schemas:
-            return json.dumps([self.grammar, *self.schemas.items()])
         text = self.json or self.regex or self.grammar or _ANY_OBJECT
         assert isinstance(text, str)
         return text
+
+    def _named(self) -> dict[str, tuple[str, str]]:
+        """Return the kinds and texts of all constraints that are named here, those within named ones too.
+
+        Raises:
+            ValueError: Two different ones have the same name.
+        """
+        found: dict[str, tuple[str, str]] = {}
+        for name, each in (self.schemas or {}).items():
+            assert isinstance(each, StructuredOutputsParams)
+            for key, value in ((name, (each._own_kind, each._own_text)), *each._named().items()):
+                if found.setdefault(key, value) != value:
+                    raise ValueError(f"structured_outputs: schemas has two constraints of the name {key!r:.60}")
+        return found
+
+
+def _as_params(given: "str | Mapping[str, Any] | StructuredOutputsParams") -> StructuredOutputsParams:
+    return given if isinstance(given, StructuredOutputsParams) else StructuredOutputsParams(json=given)
 
 
 def _schema_text(schema: object) -> str:

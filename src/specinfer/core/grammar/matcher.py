@@ -50,24 +50,27 @@ def fault(tokenizer: LLTokenizer, end_token: int, kind: str, text: str) -> str |
     if not matcher.is_error():
         return None
     if kind == "grammars":
-        for name, schema in json.loads(text)[1:]:
-            if (wrong := fault(tokenizer, end_token, "json", schema)) is not None:
+        for name, of_kind, named in json.loads(text)[1:]:
+            # A grammar may refer to others, and cannot be tried alone.
+            if of_kind != "grammar" and (wrong := fault(tokenizer, end_token, of_kind, named)) is not None:
                 return f"{name}: {wrong}"
     return remedy(matcher.get_error())
 
 
 def _parse(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
+    parts = json.loads(text) if kind == "grammars" else [("", kind, text)]
+    grammars = [_grammar(*part) for part in parts]
+    return LLMatcher(tokenizer, json.dumps({"grammars": grammars}), log_level=0, limits=_LIMITS)
+
+
+def _grammar(name: str, kind: str, text: str) -> dict[str, Any]:
+    """Return one constraint in llguidance's format."""
     if kind == "json":
-        grammar = LLMatcher.grammar_from_json_schema(text)
-    elif kind == "grammar":
-        grammar = LLMatcher.grammar_from_lark(any_to_lark(text))  # also of GBNF, as in vLLM's examples
-    elif kind == "grammars":
-        lark, *schemas = json.loads(text)
-        named = [{"name": name, "json_schema": json.loads(schema)} for name, schema in schemas]
-        grammar = json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
-    else:
-        grammar = LLMatcher.grammar_from_regex(text)
-    return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+        return {"name": name, "json_schema": json.loads(text)}
+    if kind == "grammar":
+        return {"name": name, "lark_grammar": any_to_lark(text)}  # also of GBNF, as in vLLM's examples
+    made: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]
+    return made | {"name": name}
 
 
 def _on_large_stack(make: Callable[[], Any]) -> Any:

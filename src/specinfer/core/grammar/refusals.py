@@ -26,11 +26,10 @@ def refusal(kind: str, text: str, end_token: int) -> str | None:
     if len(text) > MAX_CHARACTERS[kind]:
         return f"{len(text)} characters; make it shorter, at most {MAX_CHARACTERS[kind]}"
     if kind == "grammars":
-        lark, *schemas = json.loads(text)
-        for name, schema in schemas:
-            if (wrong := refusal("json", schema, end_token)) is not None:
-                return f"{name}: {wrong}"
-        return refusal("grammar", lark, end_token)
+        for name, of_kind, named in json.loads(text):
+            if (wrong := refusal(of_kind, named, end_token)) is not None:
+                return f"{name}: {wrong}" if name else wrong
+        return None
     if (number := _large_multiple(_schemas(kind, text))) is not None:
         return f"multipleOf {number} takes too much work; use at most {_MAX_MULTIPLE} steps, or leave it out"
     if kind == "grammar" and (option := _refused_option(text)) is not None:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from specinfer.core.grammar.state import Grammar
 from specinfer.core.request import DRAWS_EACH, Request
@@ -55,14 +55,19 @@ def make_proxy(name: str, about: str, tokens: Sequence[int], grammars: Grammars)
     num_prompt, params = fields["num_prompt"], SamplingParams(**fields["params"], max_tokens=None)
     grammar = None
     if fields["grammar"] is not None:
-        asked = StructuredOutputsParams(**fields["grammar"])
-        grammar = grammars.compile(asked, ignore_eos=params.ignore_eos)
+        grammar = grammars.compile(_constraint(fields["grammar"]), ignore_eos=params.ignore_eos)
     request = Request(
         name, list(tokens[:num_prompt]), params, fields["seed"], tuple(fields["eos_token_ids"]), grammar=grammar,
         bad_words_ids=tuple(map(tuple, fields["bad_words_ids"])), cache_salt=fields["cache_salt"],
     )  # fmt: skip
     append_tokens(request, tokens[num_prompt:])
     return request
+
+
+def _constraint(fields: dict[str, Any]) -> StructuredOutputsParams:
+    named = fields["schemas"]
+    of_names = None if named is None else {name: _constraint(each) for name, each in named.items()}
+    return StructuredOutputsParams(**fields | {"schemas": of_names})
 
 
 def append_tokens(request: Request, tokens: Sequence[int]) -> None:
