@@ -327,7 +327,8 @@ def test_a_space_comes_before_the_text_unless_the_file_turns_it_off(tmp_path: Pa
         ({"tokenizer__ggml__tokens": ["a"] * 97}, "names 97 tokens, and has embeddings of 96"),
         ({"tokenizer__ggml__tokens": [1, 2]}, "tokens is a list of int"),
         ({"tokenizer__ggml__token_type": [1]}, "1 types for 96 tokens"),
-        ({"tokenizer__ggml__eos_token_id": 96}, "eos_token_id is 96, which is not a token"),
+        ({"tokenizer__ggml__eos_token_id": "</s>"}, "eos_token_id is '</s>', which is of the wrong type"),
+        ({"tokenizer__ggml__merges": None}, "it has no merges of tokens; take the model as a folder"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

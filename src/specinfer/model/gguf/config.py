@@ -15,6 +15,7 @@ from specinfer.model.gguf.families.plan_parts import Family
 from specinfer.model.gguf.header import GgufError, GgufHeader, TensorPlace, read_header
 from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
 from specinfer.model.gguf.rope import LLAMA3, LONGROPE
+from specinfer.model.gguf.vocabulary import token_id
 from specinfer.model.gguf.weights import GgufSource, JoinedSource, Weight, read_tensor
 from specinfer.model.stacked_source import StackedSource, stacked
 
@@ -139,18 +140,6 @@ def own_dtype(header: GgufHeader) -> torch.dtype:
     }
     plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     return plain.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
-
-
-def token_id(header: GgufHeader, name: str) -> int | None:
-    """Return the id of a special token, or None if the file does not name it.
-
-    Raises:
-        GgufError: The vocabulary has no such token.
-    """
-    found: int | None = header.get(f"tokenizer.ggml.{name}", int)
-    if found is not None and not 0 <= found < header.tensors["token_embd.weight"].shape[0]:
-        raise GgufError(header.path, f"tokenizer.ggml.{name} is {found}, which is not a token")
-    return found
 
 
 def _check_tensors(meta: Metadata, num_layers: int, plan: Iterable[tuple[str, Weight]]) -> None:

@@ -15,10 +15,11 @@ from specinfer.core.errors import ModelError
 from specinfer.core.places import cache_folder
 from specinfer.model.gguf.config import read_config
 from specinfer.model.gguf.header import GgufError, GgufHeader, read_header
-from specinfer.model.gguf.tokenizer import build_tokenizer, end_token_ids
+from specinfer.model.gguf.tokenizer import build_tokenizer
+from specinfer.model.gguf.vocabulary import end_token_ids
 
 WEIGHTS = "specinfer-weights.gguf"  # a name that no other tool uses
-_FORMAT = 2  # of the written files; a new number creates all folders again
+_FORMAT = 3  # of the written files; a new number creates all folders again
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from gguf import TokenType
 
 from specinfer.core.errors import ModelError
-from specinfer.model.gguf.tokenizer import LLAMA3_RULES, SPACE, merges_of, name_rule
+from specinfer.model.gguf.split_rules import IGNORES_MERGES, name_rule
+from specinfer.model.gguf.tokenizer import SPACE, merges_of
 
 logger = logging.getLogger(__name__)
 _INSTEAD = "use --to int4 or int8, or the converter of llama.cpp"
@@ -64,7 +65,7 @@ def _byte_level(state: Mapping[str, Any]) -> dict[str, Any]:
     # Files do not hold NFC.
     is_known = (state["normalizer"] or {}).get("type", "NFC") == "NFC"
     rule = name_rule(state["pre_tokenizer"]) if is_known else None
-    if rule is None or bool(model.get("ignore_merges")) != (rule in LLAMA3_RULES):
+    if rule is None or bool(model.get("ignore_merges")) != (rule in IGNORES_MERGES):
         raise refusal("its pre-tokenizer has no known name in GGUF files")
     return {
         "tokenizer.ggml.model": "gpt2",
