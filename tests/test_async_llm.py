@@ -276,7 +276,8 @@ def test_steps_of_a_traced_request(llm: LLM, is_held_back: bool) -> None:
 
 def test_what_cannot_be_served_is_refused_before_it_starts(llm: LLM) -> None:
     async def use(engine: AsyncLLM) -> None:
-        for prompt, params in (("", GREEDY), ([10**9], GREEDY), ("the", SamplingParams(max_tokens=10**6))):
+        endless = SamplingParams(max_tokens=None, min_tokens=10**6)
+        for prompt, params in (("", GREEDY), ([10**9], GREEDY), ("the", endless)):
             with pytest.raises(RequestError):
                 await engine.submit(prompt, params)
         assert engine.num_live == 0

@@ -24,6 +24,7 @@ LONG_TEXTS = {
     "combining": "e" + "\u0301" * 400_000,
     "no spaces": "\u4e2d" * 300_000,
 }
+TOO_LONG = "maximum context length is"
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '<|endoftext|>' }}{% endfor %}"
     "{{ 'assistant: ' }}"
@@ -67,19 +68,19 @@ def test_11_12_prompts_that_are_none(server: Attacked) -> None:
 def test_13_the_limit_of_the_context(server: Attacked) -> None:
     limit = server.llm.max_model_len
     answers = server.beside(
-        text([5] * limit, names="max_model_len"),
-        text([5] * (limit + 1), names="max_model_len"),
-        text([5] * (limit - 3), names="max_tokens.*max_model_len"),
+        text([5] * limit, names=TOO_LONG),
+        text([5] * (limit + 1), names=TOO_LONG),
+        text([5] * (limit - 3), 200, ignore_eos=True),
         text([5] * (limit - 4), 200, ignore_eos=True),
         text([5] * (limit - 1), 200, max_tokens=1),
-        text([5] * (limit - 1), names="max_tokens.*max_model_len", max_tokens=2),
+        text([5] * (limit - 1), 200, max_tokens=2),
         text([5, 6] * limit, 200, truncate_prompt_tokens=-1),
         text([5, 6] * limit, 200, truncate_prompt_tokens=limit - 4),
-        text([5, 6] * limit, names="max_tokens.*max_model_len", truncate_prompt_tokens=limit - 3),
-        chat("a b " * limit, names="max_model_len"),
+        text([5, 6] * limit, 200, truncate_prompt_tokens=limit - 3),
+        chat("a b " * limit, names=TOO_LONG),
     )
-    assert [answer.json()["error"]["code"] for answer in answers[:3]] == ["context_length_exceeded"] * 3
-    assert answers[3].json()["usage"]["completion_tokens"] == 4
+    assert [answer.json()["error"]["code"] for answer in answers[:2]] == ["context_length_exceeded"] * 2
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers[2:4]] == [3, 4]
 
 
 # 14
@@ -101,9 +102,7 @@ def test_14_bodies_that_are_too_large(server: Attacked) -> None:
 def test_15_texts_that_are_hard_to_read(server: Attacked, name: str) -> None:
     long = LONG_TEXTS[name]
     start = time.monotonic()
-    server.beside(
-        text(long, names="max_model_len"), chat(long, names="max_model_len"), text(["a", long], names="max_model_len")
-    )
+    server.beside(text(long, names=TOO_LONG), chat(long, names=TOO_LONG), text(["a", long], names=TOO_LONG))
     assert time.monotonic() - start < 60
     server.beside(text(long[:500], (200, 400)), text(long[:500], (200, 400), stop=[long[:500]]))
 
@@ -144,7 +143,7 @@ def test_16_every_character_of_private_use(server: Attacked) -> None:
     server.beside(
         chat(private, status=(200, 400), names="messages"),
         chat("</s>", private[:-1], status=(200, 400), names="messages"),
-        chat("<|endoftext|>" * 2000, status=400, names="max_model_len"),
+        chat("<|endoftext|>" * 2000, status=400, names=TOO_LONG),
     )
     assert time.monotonic() - start < 60
 
@@ -152,7 +151,7 @@ def test_16_every_character_of_private_use(server: Attacked) -> None:
 # 16
 def test_16_placeholders_are_text(server: Attacked) -> None:
     server.beside(
-        chat("<image>" * 50_000, names="max_model_len"),
+        chat("<image>" * 50_000, names=TOO_LONG),
         chat("<|image_pad|><|audio|>{{7*7}}{% for i in range(10**9) %}", status=200),
         text("<image>" * 100, 200),
         chat([{"type": "text", "text": "a"}] * 2000, names="parts"),

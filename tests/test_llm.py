@@ -547,8 +547,8 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ({"prompt": 3}, NO_LIST),
     ([b"the cat"], NO_LIST),
     (["\ud800"], "prompt: "),  # half a surrogate pair: not text that any encoding has
-    ([[5] * 256], r"prompt: 256 tokens leave no space .* 256 \(max_model_len\); shorten it"),
-    ([[5] * 5000], "prompt: 5000 tokens leave no space"),
+    ([[5] * 256], "This model's maximum context length is 256 tokens.* 256 tokens and leave no space for output"),
+    ([[5] * 5000], "This model's maximum context length is 256 tokens. However, your prompt resulted in 5000 tokens"),
 ]
 
 
@@ -577,8 +577,8 @@ def test_a_bad_prompt_of_a_list_is_refused_by_its_index_before_anything_runs(
 
 
 BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": 300}, r"max_tokens: .* do not fit into the context of 256 \(max_model_len\); use at most 254"),
-    ({"max_tokens": 10**18}, "max_tokens: "),
+    ({"max_tokens": 300, "min_tokens": 255}, r"min_tokens: 255 .* 256 tokens \(max_model_len\); use at most 254"),
+    ({"max_tokens": None, "min_tokens": 10**18}, "min_tokens: "),
     ({"stop_token_ids": [VOCAB]}, f"stop_token_ids: token id {VOCAB} is not in the vocabulary of {VOCAB} tokens"),
     ({"logit_bias": {VOCAB + 7: 1.0}}, f"logit_bias: token id {VOCAB + 7} is not in"),
     ({"allowed_token_ids": [3, 10**9]}, "allowed_token_ids: token id 1000000000 is not in"),
@@ -599,10 +599,11 @@ def test_parameters_that_do_not_fit_the_model(llm: LLM, fields: dict[str, Any], 
 def test_the_longest_request_that_fits(folder: Path) -> None:
     llm = _llm(folder, max_model_len=20)
     prompt = random_prompts([19])[0]
-    (output,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1))
-    assert len(output.outputs[0].token_ids) == 1
+    for max_tokens in (1, 2):
+        (output,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+        assert len(output.outputs[0].token_ids) == 1
     with pytest.raises(RequestError, match=r"use at most 1$"):
-        llm.generate(prompt, SamplingParams(max_tokens=2))
+        llm.generate(prompt, SamplingParams(max_tokens=2, min_tokens=2))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

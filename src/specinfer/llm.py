@@ -8,7 +8,7 @@ from threading import RLock
 from typing import Any, NoReturn, Self
 
 from specinfer.core.config import SpeculativeConfig
-from specinfer.core.errors import RequestError
+from specinfer.core.errors import RequestError, reworded
 from specinfer.core.flags import current_names
 from specinfer.core.lora import LoRARequest
 from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
@@ -228,7 +228,7 @@ class LLM:
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
-                raise type(error)(f"prompts[{i}]: {str(error).removeprefix('prompt: ')}") from error
+                raise reworded(error, f"prompts[{i}]: {str(error).removeprefix('prompt: ')}") from error
         self._run(jobs, show=use_tqdm)
         outputs = [job.output() for job in jobs]
         for output in outputs:

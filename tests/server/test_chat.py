@@ -200,7 +200,7 @@ def test_a_format_is_kept_to(llm: LLM) -> None:
         ({"function_call": {"name": "weather"}}, "function_call"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"min_tokens": 10**6}, "min_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),

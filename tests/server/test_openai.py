@@ -179,7 +179,7 @@ def test_parsed_answers(client: openai.OpenAI) -> None:
     [
         ({"model": "other"}, openai.NotFoundError, "model_not_found"),
         ({"temperature": 3000.0}, openai.BadRequestError, "invalid_value"),
-        ({"max_tokens": 10**6}, openai.BadRequestError, "context_length_exceeded"),
+        ({"prompt": [5] * 10**4}, openai.BadRequestError, "context_length_exceeded"),
         ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "unsupported_parameter"),
     ],
 )

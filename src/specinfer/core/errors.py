@@ -3,6 +3,7 @@
 Each message names the field and the remedy.
 """
 
+import copy
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,37 @@ class RequestError(ValueError):
 
 
 class ContextLengthError(RequestError):
-    """A request that does not fit into the context."""
+    """A prompt that does not fit into the context. The message is OpenAI's, because clients search for its words.
+
+    Attributes:
+        field: The field that is too long.
+        num_tokens: Tokens of the prompt. A text that was not encoded has at least so many.
+        max_model_len: Tokens that the context has.
+    """
+
+    def __init__(self, message: str, field: str = "prompt", num_tokens: int = 0, max_model_len: int = 0) -> None:
+        super().__init__(message)
+        self.field, self.num_tokens, self.max_model_len = field, num_tokens, max_model_len
+
+
+def too_long(field: str, num_tokens: int, max_model_len: int, *, is_encoded: bool = True) -> ContextLengthError:
+    """Return the error for a prompt that leaves no space for a token of output."""
+    number = f"{num_tokens}" if is_encoded else f"at least {num_tokens}"
+    rest = " and leave no space for output" if num_tokens == max_model_len else ""
+    return ContextLengthError(
+        f"This model's maximum context length is {max_model_len} tokens. However, your {field} resulted in {number} "
+        f"tokens{rest}. Please reduce the length of the {field}.",
+        field,
+        num_tokens,
+        max_model_len,
+    )
+
+
+def reworded(error: RequestError, message: str) -> RequestError:
+    """Return a copy of an error with another message."""
+    made = copy.copy(error)
+    made.args = (message,)
+    return made
 
 
 class QueueFullError(Exception):

@@ -4,9 +4,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from specinfer.core.errors import ContextLengthError, RequestError
+from specinfer.core.errors import RequestError, too_long
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.text import counted
 
 
 class PromptLimits:
@@ -24,23 +23,24 @@ class PromptLimits:
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self._eos_token_ids = eos_token_ids
 
-    @functools.cached_property
+    @property
     def max_characters(self) -> int:
-        """Number of characters from which on no text fits into the context."""
-        vocabulary = {} if self._tokenizer is None else self._tokenizer.get_vocab()
-        return self._max_model_len * max(map(len, vocabulary), default=1)
+        """Number of characters beyond which no text fits into the context."""
+        return self._max_model_len * self._longest_token
 
-    def check_text(self, text: str, field: str) -> None:
-        """Check the length of a text before it is read.
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        vocabulary = {} if self._tokenizer is None else self._tokenizer.get_vocab()
+        return max(map(len, vocabulary), default=1)
+
+    def check_characters(self, number: int, field: str) -> None:
+        """Check the number of characters of a field before they are read.
 
         Raises:
-            ContextLengthError: It cannot fit into the context; the message begins with `field`.
+            ContextLengthError: They cannot fit into the context.
         """
-        if len(text) > self.max_characters:
-            raise ContextLengthError(
-                f"{field}: {len(text)} characters do not fit into a context of {self._max_model_len} tokens "
-                "(max_model_len); shorten it"
-            )
+        if number > self.max_characters:
+            raise too_long(field, -(-number // self._longest_token), self._max_model_len, is_encoded=False)
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         """Check the tokens of a prompt.
@@ -53,13 +53,10 @@ class PromptLimits:
         if wrong := [i for i in ids if not 0 <= i < self._vocab_size]:
             raise RequestError(f"prompt: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
         if len(ids) >= self._max_model_len:
-            raise ContextLengthError(
-                f"prompt: {len(ids)} tokens leave no space for output in a context of {self._max_model_len} "
-                "(max_model_len); shorten it"
-            )
+            raise too_long("prompt", len(ids), self._max_model_len)
 
     def check_params(self, num_prompt: int, params: SamplingParams) -> None:
-        """Check parameters with a prompt of this many tokens.
+        """Check parameters with a prompt of this many tokens. A `max_tokens` beyond the context ends at its end.
 
         Raises:
             RequestError: They need more than the model, its tokenizer or the context has.
@@ -70,10 +67,10 @@ class PromptLimits:
                     f"{field}: token id {max(ids)} is not in the vocabulary of {self._vocab_size} tokens; leave it out"
                 )
         num_left = self._max_model_len - num_prompt
-        if params.max_tokens is not None and params.max_tokens > num_left:
-            raise ContextLengthError(
-                f"max_tokens: a prompt of {counted(num_prompt, 'token')} and {params.max_tokens} more do not fit into "
-                f"the context of {self._max_model_len} (max_model_len); use at most {num_left}"
+        if params.min_tokens > num_left:
+            raise RequestError(
+                f"min_tokens: {params.min_tokens} do not fit after a prompt of {num_prompt} into the context of "
+                f"{self._max_model_len} tokens (max_model_len); use at most {num_left}"
             )
         ends = {*self._eos_token_ids, *params.stop_tokens}
         if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specinfer.core.config import AUTO
-from specinfer.core.errors import ContextLengthError, RequestError, as_python
+from specinfer.core.errors import RequestError, as_python
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.state import Grammar
 from specinfer.core.logprob import Logprob
@@ -182,7 +182,7 @@ class PromptReader:
             raise RequestError("prompt: this model has no tokenizer; give token ids")
         if keeps is not None:
             text = text[: self._limits.max_characters] if keeps == "start" else text[-self._limits.max_characters :]
-        self._limits.check_text(text, "prompt")
+        self._limits.check_characters(len(text), "prompt")
         return self.texts.encode(text, "prompt", add_special_tokens=add_special_tokens)
 
     def cache_salt(self, prompt: Prompt) -> str:
@@ -229,10 +229,10 @@ class PromptReader:
         return tuple(found)
 
     def prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the tokens of the text that the output is likely to resemble.
+        """Return the tokens of the text that the output is likely to resemble, as many as an output can have.
 
         Raises:
-            RequestError: They are not tokens of this model, or too many.
+            RequestError: They are not tokens of this model.
         """
         given = params.prediction
         if given is None:
@@ -240,16 +240,11 @@ class PromptReader:
         if isinstance(given, str):
             if self._tokenizer is None and given:
                 raise RequestError("prediction: this model has no tokenizer; give token ids")
-            self._limits.check_text(given, "prediction")
+            given = given[: self._limits.max_characters]
             given = self.texts.encode(given, "prediction", add_special_tokens=False) if given else ()
         if wrong := [i for i in given if i >= self._vocab_size]:
             raise RequestError(f"prediction: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
-        if len(given) > self._max_model_len:
-            raise ContextLengthError(
-                f"prediction: {len(given)} tokens are more than the context of {self._max_model_len} (max_model_len); "
-                "shorten it"
-            )
-        return tuple(given)
+        return tuple(given[: self._max_model_len])
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the constraint on the output in its initial state; each of `n` outputs takes a copy.
@@ -310,7 +305,7 @@ class PromptReader:
                 raise RequestError("prompt: empty; give at least one character, or one token id")
             if self._tokenizer is None:
                 raise RequestError("prompt: this model has no tokenizer; give token ids")
-            self._limits.check_text(given, "prompt")
+            self._limits.check_characters(len(given), "prompt")
             return self.texts.encode(given, "prompt")
         return self._ids(given)
 

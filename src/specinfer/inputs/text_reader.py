@@ -169,8 +169,8 @@ def _read_answer(answer: bytes | None, field: str, num_bytes: int) -> list[int] 
         return ids
     if kind == _TEXT:
         return rest.decode()
-    is_length, message = json.loads(rest)
-    raise (ContextLengthError if is_length else RequestError)(message)
+    message, length = json.loads(rest)
+    raise RequestError(message) if length is None else ContextLengthError(message, *length)
 
 
 def _prepare(job: bytes) -> Callable[[bytes], bytes]:
@@ -183,7 +183,8 @@ def _prepare(job: bytes) -> Callable[[bytes], bytes]:
         try:
             found = getattr(reader, method)(*values, **options)
         except RequestError as error:
-            return _REFUSED + json.dumps([isinstance(error, ContextLengthError), str(error)]).encode()
+            length = list(vars(error).values()) if isinstance(error, ContextLengthError) else None
+            return _REFUSED + json.dumps([str(error), length]).encode()
         if isinstance(found, str):
             return _TEXT + found.encode(errors="replace")
         return _IDS + array("i", found).tobytes()

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from specinfer.core.errors import RequestError
+from specinfer.core.errors import RequestError, reworded
 from specinfer.inputs.chat.messages import MAX_MESSAGES
 from specinfer.server.anthropic_blocks import MessageBlocks
 from specinfer.server.call import Call
@@ -152,7 +152,7 @@ def _named(error: RequestError, conversation: Conversation) -> RequestError:
     message = str(conversation.named(error))
     for pattern, name in _NAMES:
         message = re.sub(pattern, name, message)
-    return type(error)(message)
+    return reworded(error, message)
 
 
 # -------------------------------------------------------------------------------------- reading

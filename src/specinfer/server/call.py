@@ -3,12 +3,12 @@
 import re
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from fastapi import Request
 
-from specinfer.core.errors import RequestError
+from specinfer.core.errors import ContextLengthError, RequestError, too_long
 from specinfer.core.lora import LoRARequest
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree_shape import parse_tree
@@ -121,23 +121,12 @@ class Call:
                         lora_request=self.adapter,
                     )
                 )
-        except BaseException:
+        except BaseException as error:
             close_all(generations)
+            if isinstance(error, ContextLengthError):
+                raise too_long(self.fields.prompt_field, error.num_tokens, error.max_model_len) from error
             raise
         return generations
-
-    async def submit_one(self, ids: list[int], params: SamplingParams) -> Generation:
-        """Queue a prompt with one output, whose limit is lowered to the capacity that the context has left.
-
-        Raises:
-            RequestError: The prompt cannot be served.
-            QueueFullError: The queue has no room for it.
-        """
-        left = self.state.engine.llm.max_model_len - len(ids)
-        if params.max_tokens is not None and 0 < left < params.max_tokens:
-            params = replace(params, max_tokens=left)
-        (generation,) = await self.submit([(ids, params)])
-        return generation
 
     def _check_logprobs(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> None:
         max_model_len, of_prompts, of_outputs = self.state.engine.llm.max_model_len, 0, 0
@@ -145,7 +134,7 @@ class Call:
             if params.prompt_logprobs is not None:
                 of_prompts += params.n * len(ids) * (1 + params.prompt_logprobs)
             if params.logprobs is not None:
-                max_tokens = params.max_tokens or max_model_len - len(ids)
+                max_tokens = min(params.max_tokens or max_model_len, max_model_len - len(ids))
                 of_outputs += params.n * max_tokens * (1 + params.logprobs + len(params.scored_tokens))
         if of_prompts > _MAX_PROMPT_LOGPROBS:
             raise RequestError(

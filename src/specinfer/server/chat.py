@@ -97,7 +97,7 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
 async def queue_conversation(
     call: Call, read: Callable[[], ReadConversation], named: Callable[[RequestError], RequestError]
 ) -> tuple[ReadConversation, Generation]:
-    """Read a conversation of another API and queue it; its limit is lowered to what the context has left.
+    """Read a conversation of another API and queue it.
 
     Args:
         named: Returns an error with the names of that API's fields.
@@ -108,7 +108,8 @@ async def queue_conversation(
     """
     try:
         found = await call.read(read)
-        return found, await call.submit_one(found.ids, found.params)
+        (generation,) = await call.submit([(found.ids, found.params)])
+        return found, generation
     except RequestError as error:
         raise named(error) from error
 

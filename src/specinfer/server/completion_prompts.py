@@ -1,7 +1,7 @@
 """The prompts of /v1/completions: text, token ids, or several of them, converted for the engine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from specinfer.core.errors import RequestError
@@ -73,9 +73,6 @@ def read_prompt(llm: LLM, prompt: str | list[int], fields: CompletionFields, par
         ids = list(prompt)  # type: ignore[arg-type]  # not text, so ids
     kept = truncated(ids, fields, llm.max_model_len, params.max_tokens)
     ids, text = kept, text if len(kept) == len(ids) else None
-    room = llm.max_model_len - len(ids)
-    if fields.token_limit is None and params.max_tokens is not None and 0 < room < params.max_tokens:
-        params = replace(params, max_tokens=room)  # a default limit is lowered to the room left
     llm.reader.read(ids, params)
     return ReadPrompt(ids, params, _echo(llm, text, ids, params) if fields.echo else None)
 

@@ -30,7 +30,11 @@ class ErrorResponse(BaseModel):
 
 
 class ApiError(Exception):
-    """An error with the HTTP status and headers that answer it."""
+    """An error with the HTTP status and headers that answer it.
+
+    Attributes:
+        context: The lengths of a prompt that does not fit into the context, for APIs with a sentence of their own.
+    """
 
     def __init__(
         self,
@@ -41,8 +45,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str = "invalid_value",
         headers: Mapping[str, str] | None = None,
+        context: ContextLengthError | None = None,
     ) -> None:
         super().__init__(message)
+        self.context = context
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
         self.headers = dict(headers or {})
 
@@ -80,8 +86,9 @@ def as_api_error(error: Exception) -> ApiError:
         return _of_http(error)
     if isinstance(error, (RequestError, ValueError)):
         named = re.match(r"([a-z_]+)[\s:\[.]", str(error))
-        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
-        return ApiError(400, str(error), param=named[1] if named else None, code=code)
+        if isinstance(error, ContextLengthError):
+            return ApiError(400, str(error), param=error.field, code="context_length_exceeded", context=error)
+        return ApiError(400, str(error), param=named[1] if named else None)
     return ApiError(
         500,
         "an internal error; the log has it under this request's id",

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from specinfer.core.errors import RequestError
+from specinfer.core.errors import RequestError, reworded
 from specinfer.inputs.chat.messages import MAX_CALLS, MAX_MESSAGES
 from specinfer.server.call import Call
 from specinfer.server.chat import ReadConversation, queue_conversation, read_conversation
@@ -212,12 +212,12 @@ async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | Completio
         if isinstance(asked, ChatFields):
             return read_conversation(engine.llm, asked)
         params = completion_params(asked, engine.llm, asked.max_tokens)
-        prompt = read_prompt(engine.llm, asked.prompt, asked.model_copy(update={"max_tokens": None}), params)
+        prompt = read_prompt(engine.llm, asked.prompt, asked, params)
         return ReadConversation(prompt.ids, prompt.params, ToolPlan())
 
     def named(error: RequestError) -> RequestError:
         pattern = r"^({})\b".format("|".join(map(re.escape, _NAMES)))
-        return type(error)(re.sub(pattern, lambda name: _NAMES[name[1]], str(error)))
+        return reworded(error, re.sub(pattern, lambda name: _NAMES[name[1]], str(error)))
 
     found, generation = await queue_conversation(call, read, named)
     texts = await TokenTexts.of(engine) if fields.logprobs else None

@@ -85,7 +85,7 @@ def prediction_text(prediction: Prediction) -> str:
 def truncated(ids: list[int], fields: SharedFields, max_model_len: int, max_tokens: int | None) -> list[int]:
     """Return the tokens of a prompt that its limit keeps: the last ones, or the first.
 
-    -1 keeps as many as leave capacity for `max_tokens` of output.
+    -1 keeps as many as leave capacity for `max_tokens` of output, or for one token if the context has fewer.
 
     Raises:
         RequestError: No tokens would be left.
@@ -96,5 +96,5 @@ def truncated(ids: list[int], fields: SharedFields, max_model_len: int, max_toke
     if limit == 0:
         raise RequestError("truncate_prompt_tokens: 0 leaves no prompt; use at least 1, or -1 for what fits")
     if limit < 0:
-        limit = max(max_model_len - (max_tokens or 1), 1)
+        limit = max_model_len - (max_tokens if max_tokens and max_tokens < max_model_len else 1)
     return ids[:limit] if fields.truncation_side == "right" else ids[-limit:]

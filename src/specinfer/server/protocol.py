@@ -8,7 +8,7 @@ name.
 import logging
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -74,6 +74,7 @@ class SharedFields(BaseModel):
     """The fields that both endpoints have."""
 
     model_config = _STRICT
+    prompt_field: ClassVar[str] = "prompt"  # the field that a prompt which is too long came from
 
     model: str | None = None
     n: int | None = None
@@ -189,6 +190,7 @@ class CompletionFields(SharedFields):
 class ChatFields(SharedFields):
     """The body of a request to /v1/chat/completions."""
 
+    prompt_field = "messages"
     messages: Objects
     logprobs: bool | None = None
     top_logprobs: Count | None = None

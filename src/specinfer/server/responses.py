@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from specinfer.core.errors import RequestError
+from specinfer.core.errors import RequestError, reworded
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
 from specinfer.server.call import Call
@@ -49,9 +49,9 @@ async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
     """
     try:
         read = await call.read(lambda: _read(call.state.engine.llm, fields))
-        (generation,) = await call.submit([(read.ids, read.params)])  # a limit above the context's capacity is refused
+        (generation,) = await call.submit([(read.ids, read.params)])
     except RequestError as error:
-        raise type(error)(re.sub(r"\bmax_tokens\b", "max_output_tokens", str(error))) from error
+        raise reworded(error, re.sub(r"\bmax_tokens\b", "max_output_tokens", str(error))) from error
     items = ResponseItems(call.name, _head(call, fields, read.params), generation)
     return ItemsResponse(fields, generation, items, read.plan.parser())
 

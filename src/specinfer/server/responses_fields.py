@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from specinfer.core.errors import RequestError
+from specinfer.core.errors import ContextLengthError, RequestError, reworded, too_long
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import few
@@ -36,6 +36,7 @@ _REFUSED = {
 class ResponsesFields(SharedFields):
     """The body of a request to /v1/responses."""
 
+    prompt_field = "input"
     input: Annotated[Any, WithJsonSchema(_INPUT)]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -168,11 +169,13 @@ class Conversation:
 
     def named(self, error: RequestError) -> RequestError:
         """Return an error about messages as one about the items that they came from."""
+        if isinstance(error, ContextLengthError):  # of a conversation that was not encoded
+            return too_long(self.name, error.num_tokens, error.max_model_len, is_encoded=False)
         message = str(error)
         if found := re.match(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?", message):
             places = self.places[int(found[1])]
-            return type(error)(places[0 if found[2] is None else int(found[2]) + 1] + message[found.end() :])
-        return type(error)(re.sub(r"^messages\b", self.name, message))
+            return reworded(error, places[0 if found[2] is None else int(found[2]) + 1] + message[found.end() :])
+        return reworded(error, re.sub(r"^messages\b", self.name, message))
 
     def add(self, message: dict[str, Any], place: str) -> None:
         self.messages.append(message)

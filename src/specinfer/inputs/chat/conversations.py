@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from specinfer.core.errors import RequestError
+from specinfer.core.errors import ContextLengthError, RequestError, reworded
 from specinfer.inputs.arguments import Message, Prompt
 from specinfer.inputs.prompts import PromptReader
 
@@ -37,9 +37,13 @@ def read_conversations(
                 ids = reader.read_chat(conversation, **options)
                 prompts.append({"prompt_token_ids": ids, "reasoning": reader.reasoning_of(ids)})
             except RequestError as error:
-                if len(conversations) == 1 or not str(error).startswith("messages"):
+                if len(conversations) == 1:
                     raise
-                raise type(error)(f"messages[{i}]{str(error).removeprefix('messages')}") from error
+                if isinstance(error, ContextLengthError):
+                    raise reworded(error, f"messages[{i}]: {error}") from error
+                if not str(error).startswith("messages"):
+                    raise
+                raise reworded(error, f"messages[{i}]{str(error).removeprefix('messages')}") from error
     return prompts
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
-from specinfer.core.errors import ContextLengthError, RequestError, first_line
+from specinfer.core.errors import RequestError, first_line
 from specinfer.inputs.chat.control_tokens import ControlTokens
 from specinfer.inputs.chat.messages import Message, add_tools, read_messages
 from specinfer.inputs.chat.special_tokens import SpecialToken
 from specinfer.inputs.formats.calls import find_format
+from specinfer.inputs.prompt_limits import PromptLimits
 
 logger = logging.getLogger(__name__)
 _BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: these characters have no meaning in text
@@ -55,7 +56,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
+        self._limits = PromptLimits(tokenizer, 0, max_model_len, ())
         self.override: str | None = None
         self._codes: dict[str, _Code] = {}
 
@@ -173,7 +174,7 @@ class ChatTemplate:
     def _encode(self, conversation: list[Message], options: dict[str, Any], code: _Code) -> list[int]:
         given = {key: value for key, value in options.items() if key != "chat_template"}
         texts = list(_texts([conversation, given]))
-        self._check_length(sum(map(len, texts)))
+        self._limits.check_characters(sum(map(len, texts)), "messages")
         mark = _break_for(texts)
         broken = [
             code.control.broken(message, mark, is_data=message["role"] in ("user", "tool")) for message in conversation
@@ -183,7 +184,7 @@ class ChatTemplate:
             rendered = self._tokenizer.apply_chat_template(broken, tokenize=False, **options)
         except Exception as error:  # templates are programs and may raise anything
             raise RequestError(f"messages: the chat template refuses them: {first_line(error)}") from error
-        self._check_length(len(rendered))
+        self._limits.check_characters(len(rendered), "messages")
         first, *others = rendered.split(mark)
         try:
             ids: list[int] = self._encode_text(first)
@@ -200,17 +201,6 @@ class ChatTemplate:
         """Encode a piece from within a text: at the start of a text, some tokenizers put a space before it."""
         before, ids = self._encode_text("\n"), self._encode_text("\n" + text)
         return ids[len(before) :] if ids[: len(before)] == before else self._encode_text(text)
-
-    def _check_length(self, length: int) -> None:
-        if length > self._max_characters:
-            raise ContextLengthError(
-                f"messages: {length} characters do not fit into a context of {self._max_model_len} tokens "
-                "(max_model_len); shorten them"
-            )
-
-    @cached_property
-    def _max_characters(self) -> int:
-        return self._max_model_len * max(map(len, self._tokenizer.get_vocab()), default=1)
 
 
 def _break_for(texts: Sequence[str]) -> str:
