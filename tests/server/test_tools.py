@@ -6,12 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx2
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving import served
-from specinfer import LLM, SamplingParams
+from scripted_target import scripted
+from serving import app_of, served
+from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.errors import RequestError
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.inputs.chat.template import SpecialToken
@@ -27,7 +30,7 @@ from specinfer.inputs.formats.calls import (
 from specinfer.inputs.formats.parser import OutputParser
 from specinfer.inputs.prompts import PromptReader
 from specinfer.server.json_body import read_generated
-from specinfer.server.tools import ToolPlan, plan_tools, tools_of_functions
+from specinfer.server.tools import ToolPlan, left_out_tools, plan_tools, tools_of_functions
 from talking import BARE, PLAIN, make_talker, save_talker
 from talking import HERMES as HERMES_TEMPLATE
 from talking import LLAMA as LLAMA_TEMPLATE
@@ -347,6 +350,124 @@ def test_many_and_large_tools_are_served() -> None:
     assert _fits(reader, plan.structured_outputs, '<tool_call>{"name": "f77", "arguments": {"p3": "a"}}</tool_call>')
 
 
+def test_several_hundred_tools_with_names_of_other_protocols_are_served() -> None:
+    names = [f"mcp.server/f-{i}" for i in range(400)] + ["mcp__" + "x" * 120, "wetter_\u00fc"]
+    tools = [_tool(name, {"properties": {"a": {"const": i}}, "required": ["a"]}) for i, name in enumerate(names)]
+    plan, reader = _plan("hermes", "required", tools=tools)
+    for i in (0, 250, 400, 401):
+        call = '<tool_call>{"name": "%s", "arguments": {"a": %d}}</tool_call>'
+        assert _fits(reader, plan.structured_outputs, call % (names[i], i)) is True
+        assert _fits(reader, plan.structured_outputs, call % (names[i], i + 1)) is False
+        assert _parsed(plan.parser(), call % (names[i], i)) == ("", [(names[i], f'{{"a": {i}}}')])
+    bare, reader = _plan("bare", "required", tools=tools)
+    assert _fits(reader, bare.structured_outputs, f'[TOOL_CALLS]{names[7]}[ARGS]{{"a": 7}}') is True
+    assert _parsed(bare.parser(), f'[TOOL_CALLS]{names[7]}[ARGS]{{"a": 7}}') == ("", [(names[7], '{"a": 7}')])
+
+
+def test_keys_that_are_not_known_and_missing_values_are_ignored() -> None:
+    more = {"defer_loading": True, "output_schema": {}, "allowed_callers": ["direct"], "cache_control": {"type": "x"}}
+    plain = plan_tools([_tool("f", {"type": "object", "properties": {}})])
+    null = {"description": None, "strict": None}
+    for tool in (
+        _tool("f", {"type": "object", "properties": {}}, **more),
+        _tool("f", {"type": None, "properties": {}}, **null) | {"cache_control": {}},
+        {"type": None, "function": {"name": "f", "parameters": {"properties": {}}}},
+        {"type": "function", "name": "f", "parameters": {"properties": {}}, **more},
+    ):
+        assert plan_tools([tool]).structured_outputs == plain.structured_outputs
+    nothing = plan_tools([_tool("f", None)])
+    assert plan_tools([{"type": "function", "function": {"name": "f"}}]) == plan_tools([_tool("f", [])]) == nothing
+
+
+def test_tools_that_a_service_runs_are_left_out_and_named() -> None:
+    hosted: list[Any] = [{"type": "web_search"}, {"type": "mcp", "server_label": "x"}, {"type": "web_search"}]
+    assert plan_tools([*hosted, *TOOLS]) == plan_tools(TOOLS)
+    assert left_out_tools([*hosted, *TOOLS], "required") == ["tools.web_search", "tools.mcp"]
+    assert left_out_tools(TOOLS, {"type": "web_search"}) == ["tool_choice"]
+    assert plan_tools(TOOLS, {"type": "web_search"}) == plan_tools(TOOLS)
+    for choice in ("required", {"type": "file_search"}, "any"):
+        assert plan_tools(hosted, choice) == ToolPlan()
+        assert left_out_tools(hosted, choice) == ["tools.web_search", "tools.mcp", "tool_choice"]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [hosted[0], {"type": "function", "name": "time"}]}
+    only_time = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "time"}}]}
+    assert plan_tools([*hosted, *TOOLS], allowed) == plan_tools(
+        TOOLS, {"type": "allowed_tools", "allowed_tools": only_time}
+    )
+    assert left_out_tools(None) == left_out_tools(hosted, "auto")[2:] == []
+
+
+def test_each_way_to_write_a_choice_is_understood() -> None:
+    for choice in ("auto", {"type": "auto"}, None):
+        assert plan_tools(TOOLS, choice) == plan_tools(TOOLS)
+        assert plan_tools(None, choice) == ToolPlan()
+    for choice in ("any", {"type": "any"}, {"type": "required"}):
+        assert plan_tools(TOOLS, choice) == plan_tools(TOOLS, "required")
+    assert plan_tools(TOOLS, {"type": "none"}) == ToolPlan()
+    named = plan_tools(TOOLS, {"type": "function", "function": {"name": "time"}})
+    for choice in ({"type": "function", "name": "time"}, {"type": "tool", "name": "time"}):
+        assert plan_tools(TOOLS, choice) == named
+
+
+def test_the_same_tool_twice_is_there_once_and_another_of_its_name_beside_it() -> None:
+    assert plan_tools([*TOOLS, _tool()]) == plan_tools(TOOLS)
+    other = _tool("weather", {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]})
+    plan, reader = _plan("hermes", "required", tools=[*TOOLS, other])
+    assert plan.tools_for_template is not None
+    assert [tool["function"]["name"] for tool in plan.tools_for_template] == ["weather", "time", "weather"]
+    for arguments in ('{"city": "Rome"}', '{"place": "Oslo"}'):
+        call = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+        assert _fits(reader, plan.structured_outputs, call) is True
+
+
+def test_parameters_that_are_no_object_constrain_nothing_without_strict() -> None:
+    for kind in ("array", "int", 3, ["object", "null"]):
+        plan, reader = _plan("hermes", "required", tools=[_tool(parameters={"type": kind}), _tool("time", None)])
+        assert _fits(reader, plan.structured_outputs, CALL["hermes"]) is True
+        assert _fits(reader, plan.structured_outputs, CALL["hermes"].replace("weather", "time")) is False
+
+
+# ------------------------------------------------------------------------------------- custom tools
+
+
+def _custom(**form: Any) -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": "patch", "description": "Free text.", **form}}
+
+
+def _custom_call(text: str, *, is_ascii: bool = True) -> str:
+    arguments = json.dumps({"input": text}, ensure_ascii=is_ascii)
+    return f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("is_ascii", [True, False])
+@pytest.mark.parametrize(
+    "text", ['*** "Begin"\n+\t{\\u00e9}\u20ac\U0001f600', "", '{"input": "x"}', "\\", "a\ud83d b", "\ud83d"]
+)
+def test_the_input_of_a_custom_tool_is_text_whatever_the_pieces(text: str, is_ascii: bool) -> None:
+    plan, _ = _plan("hermes", "required", tools=[*TOOLS, _custom()])
+    said = _custom_call(text, is_ascii=is_ascii) + TWO["hermes"]
+    calls = [("patch", text), ("weather", '{"city": "Rome"}'), ("time", "{}")]
+    for size in (*range(1, 9), len(said)):
+        pieces = [said[i : i + size] for i in range(0, len(said), size)]
+        assert _parsed(plan.parser(), *pieces) == ("", calls)
+
+
+def test_a_custom_tool_is_shown_with_its_grammar_and_a_regex_holds() -> None:
+    lark = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
+    flat = {"type": "custom", "name": "patch", "description": "Free text.", "format": lark}
+    plan, reader = _plan("hermes", "required", tools=[flat])
+    assert plan == _plan("hermes", "required", tools=[_custom(format={"type": "grammar", "grammar": lark})])[0]
+    assert plan.custom == {"patch"}
+    assert "lark grammar:\\nstart: /a+/" in json.dumps(plan.tools_for_template)
+    assert _fits(reader, plan.structured_outputs, _custom_call("b")) is True
+    regex, _ = _plan("hermes", "required", tools=[_custom(format=lark | {"syntax": "regex", "definition": "a+|c"})])
+    assert _fits(reader, regex.structured_outputs, _custom_call("aa")) is True
+    assert _fits(reader, regex.structured_outputs, _custom_call("b")) is False
+    for choice in ({"type": "custom", "custom": {"name": "patch"}}, {"type": "custom", "name": "patch"}):
+        named, _ = _plan("hermes", choice, tools=[*TOOLS, _custom()])
+        assert _fits(reader, named.structured_outputs, _custom_call("b")) is True
+        assert _fits(reader, named.structured_outputs, CALL["hermes"]) is False
+
+
 # ----------------------------------------------------------------------------------------- refusals
 
 
@@ -360,28 +481,30 @@ def _deep(depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tools", "said"),
     [
-        ([{"type": "custom", "custom": {"name": "f"}}], r"tools\[0\]\.type: "),
-        ([3], r"tools\[0\]\.type: "),
+        ([{"type": "custom", "custom": {"name": "a b"}}], r"tools\[0\]\.custom\.name: "),
+        ([3], r"tools\[0\]: "),
+        ([{"type": 3}], r"tools\[0\]: "),
         ([{"type": "function"}], r"tools\[0\]\.function: "),
+        ([{"type": "function", "name": "a b"}], r"tools\[0\]\.name: "),
         ([_tool("a b")], r"tools\[0\]\.function\.name: "),
-        ([_tool("a" * 65)], r"tools\[0\]\.function\.name: "),
-        ([_tool("n\u00e9")], r"tools\[0\]\.function\.name: "),
+        ([_tool("a" * 257)], r"tools\[0\]\.function\.name: "),
+        ([_tool('a"b')], r"tools\[0\]\.function\.name: "),
+        ([_tool("a\u202e")], r"tools\[0\]\.function\.name: "),
+        ([_tool("a\ud800")], r"tools\[0\]\.function\.name: "),
         ([_tool("a\n")], r"tools\[0\]\.function\.name: "),
-        ([_tool(), _tool()], r"tools\[1\]\.function\.name: .*twice"),
+        ([_tool(), {"type": "custom", "name": "weather"}], r"tools\[1\]\.name: .* a function and a custom tool"),
         ([_tool(description=3)], r"tools\[0\]\.function\.description: "),
         ([_tool(strict="yes")], r"tools\[0\]\.function\.strict: "),
-        ([_tool(code="x")], r"tools\[0\]\.function\.code: "),
-        ([_tool(parameters=[])], r"tools\[0\]\.function\.parameters: "),
-        ([_tool(parameters={"type": 3})], r"tools\[0\]\.function\.parameters: type"),
-        ([_tool(parameters={"type": "array"})], r"tools\[0\]\.function\.parameters: type"),
+        ([_tool(parameters=[3])], r"tools\[0\]\.function\.parameters: "),
+        ([_tool(parameters={"type": 3}, strict=True)], r"tools\[0\]\.function\.parameters: type"),
+        ([_tool(parameters={"type": "array"}, strict=True)], r"tools\[0\]\.function\.parameters: type"),
         ([_tool(parameters=_deep(60))], r"tools\[0\]\.function\.parameters: nested too deeply"),
         ([_tool(parameters={"enum": ["a"] * 3000})], r"tools\[0\]\.function\.parameters: enum"),
         ([_tool(parameters={"properties": {f"a{i}": {} for i in range(20_000)}})], r"parameters: more than"),
         ([_tool(parameters={"description": "a" * 200_000})], r"parameters: 200\d+ characters"),
         ([_tool(parameters={"default": float("nan")})], r"parameters: cannot be written as JSON"),
         ([_tool(parameters={"default": "\ud800"})], r"parameters: cannot be written as JSON"),
-        ([_tool(f"f{i}") for i in range(129)], r"tools: 129"),
-        ([_tool(f"f{i}", {"description": "a" * 90_000}) for i in range(4)], r"tools: \d+ characters"),
+        ([_tool(f"f{i}", {"description": "a" * 90_000}) for i in range(4)], r"tools: more than \d+ characters"),
         ("weather", r"tools: "),
     ],
 )  # fmt: skip
@@ -402,7 +525,8 @@ def test_schemas_that_mean_nothing_are_refused(schema: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "choice",
-    ["any", 3, True, [], {}, {"type": "custom"}, {"type": "function"}, {"type": "function", "function": {"name": "f"}},
+    ["anything", 3, True, [], {}, {"type": 3}, {"type": "custom"}, {"type": "function"},
+     {"type": "function", "function": {"name": "f"}},
      {"type": "allowed_tools"}, {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}},
      {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "f"}}]}}],
     ids=repr,
@@ -451,6 +575,45 @@ def test_a_model_that_knows_nothing_calls_rightly(kind: str, tmp_path: Path) -> 
         for name, arguments in whole:
             read = json.loads(arguments)
             assert (name, read) == ("time", {}) or (name == "weather" and read["city"] in ("Paris", "Rome"))
+
+
+def test_a_stream_has_the_deltas_of_openai_and_the_official_client_joins_them() -> None:
+    tools: list[Any] = [*TOOLS, _custom()]
+    user: list[Any] = [{"role": "user", "content": "Rome?"}]
+    text = "I look.\n" + _custom_call("*** Begin\n\u20ac", is_ascii=False) + "\n" + TWO["hermes"]
+
+    async def talk(llm: LLM) -> None:
+        async with AsyncLLM(llm) as engine:
+            http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app_of(engine)))
+            async with openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="-", http_client=http) as client:
+                whole = await client.chat.completions.create(model="tiny", messages=user, tools=tools)
+                stream = await client.chat.completions.create(model="tiny", messages=user, tools=tools, stream=True)
+                choices = [event.choices[0] async for event in stream]
+                async with client.chat.completions.stream(model="tiny", messages=user, tools=tools[:2]) as helper:
+                    final = await helper.get_final_completion()
+        message, parts = whole.choices[0].message, [one for c in choices for one in c.delta.tool_calls or []]
+        custom, weather, time = message.tool_calls or []
+        assert message.content == "".join(c.delta.content or "" for c in choices) == "I look."
+        assert custom.model_dump(exclude={"id"}) == {
+            "type": "custom", "custom": {"name": "patch", "input": "*** Begin\n\u20ac"},
+        }  # fmt: skip
+        for i, call in enumerate((custom, weather, time)):
+            first, *more = [one.model_dump(exclude_unset=True) for one in parts if one.index == i]
+            kind, key = ("custom", "input") if call.type == "custom" else ("function", "arguments")
+            name, whole_text = getattr(call, kind).name, getattr(getattr(call, kind), key)
+            assert first == {"index": i, "id": first["id"], "type": kind, kind: {"name": name, key: ""}}
+            assert all(one.keys() == {"index", kind} and one[kind].keys() == {key} for one in more)
+            assert "".join(one[kind][key] for one in more) == whole_text
+        assert (
+            [c.finish_reason for c in choices if c.finish_reason] == ["tool_calls"] == [whole.choices[0].finish_reason]
+        )
+        calls = final.choices[0].message.tool_calls or []
+        assert [(one.function.name, one.function.arguments) for one in calls] == [
+            ("weather", '{"city": "Rome"}'), ("time", "{}"),
+        ]  # fmt: skip
+
+    with scripted([text, text, "I look.\n" + TWO["hermes"]], drafters=["ngram"]) as llm:
+        asyncio.run(talk(llm))
 
 
 @pytest.mark.parametrize("streams", [False, True])

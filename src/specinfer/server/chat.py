@@ -11,14 +11,15 @@ from specinfer.core.errors import RequestError
 from specinfer.core.outputs import TextChunk
 from specinfer.core.sampling import SamplingParams
 from specinfer.generation import Generation
-from specinfer.inputs.formats.parser import OutputDelta, OutputParser
+from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.llm import LLM
 from specinfer.server.call import Call
+from specinfer.server.custom_tools import Parser
 from specinfer.server.errors import ApiError
 from specinfer.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params, truncated
 from specinfer.server.parsed_request import ParsedRoute
-from specinfer.server.pending_response import RESPONSES, ChoicesResponse, respond
+from specinfer.server.pending_response import RESPONSES, ChoicesResponse, deltas_of, respond
 from specinfer.server.protocol import ChatFields
 from specinfer.server.response_format import structured_outputs_of
 from specinfer.server.tools import ToolPlan, plan_tools, tools_of_functions
@@ -71,7 +72,7 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
     if read.params.logprobs is not None or fields.prompt_logprobs is not None or fields.trace:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
     generations = await call.submit([(read.ids, read.params)])
-    outputs = [_Output(i, fields, read.plan.parser(), texts) for i in range(read.params.n)]
+    outputs = [_Output(i, fields, read.plan.parser(), read.plan.custom, texts) for i in range(read.params.n)]
 
     def once() -> dict[str, Any]:
         """Return the fields about the prompt, which are sent once."""
@@ -159,38 +160,58 @@ class _Output:
     """One response, sent in one or more pieces.
 
     Attributes:
+        custom: The names of custom tools.
         texts: The texts of tokens, if log-probabilities are sent.
+        is_custom: Whether the last call is one of a custom tool.
     """
 
     index: int
     fields: ChatFields
-    parser: OutputParser
+    parser: Parser
+    custom: frozenset[str]
     texts: TokenTexts | None
     is_begun: bool = False
+    is_custom: bool = False
 
-    def piece(self, chunk: TextChunk) -> dict[str, Any] | None:
-        delta: dict[str, Any] = {} if self.is_begun else {"role": "assistant", "content": ""}
-        self.is_begun = True
-        deltas = self._deltas(chunk)
-        if content := "".join(one.content for one in deltas):
-            delta["content"] = content
-        if calls := [_call_piece(one) for one in deltas if one.index is not None]:
-            delta |= self._calls_as_requested(calls)
-        choice = {"index": self.index, "delta": delta, **self._rest(chunk)}
-        return choice if delta or chunk.finish_reason or choice["logprobs"] or chunk.steps else None
+    def pieces(self, chunk: TextChunk) -> list[dict[str, Any]]:
+        deltas = [part for one in deltas_of(self.parser, chunk) for part in self._parts(one)] or [{}]
+        if not self.is_begun:
+            deltas[0] = {"role": "assistant", "content": ""} | deltas[0]
+            self.is_begun = True
+        rest = self._rest(chunk)
+        if not (deltas[-1] or chunk.finish_reason or rest["logprobs"] or rest.get("token_ids") or chunk.steps):
+            return []
+        empty = {"logprobs": None, "finish_reason": None, "stop_reason": None}
+        choices = [{"index": self.index, "delta": delta, **empty} for delta in deltas]
+        choices[-1] |= rest
+        return choices
 
     def whole(self, chunk: TextChunk) -> dict[str, Any]:
-        deltas = self._deltas(chunk)
-        calls = _whole_calls(deltas)
+        deltas = deltas_of(self.parser, chunk)
+        calls: dict[int, dict[str, Any]] = {}
+        for delta in deltas:
+            if delta.name is not None and delta.index is not None:
+                text = "".join(one.arguments for one in deltas if one.index == delta.index)
+                calls[delta.index] = _call(delta.name in self.custom, text, delta)
         content = "".join(one.content for one in deltas)
         message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
+        message |= _reasoning("".join(one.reasoning for one in deltas))
         if calls:
-            message |= self._calls_as_requested(calls)
+            message |= self._calls_as_requested(list(calls.values()))
         return {"index": self.index, "message": message, **self._rest(chunk)}
 
-    def _deltas(self, chunk: TextChunk) -> list[OutputDelta]:
-        deltas = self.parser.push(chunk.text)
-        return deltas if chunk.finish_reason is None else deltas + self.parser.finish()
+    def _parts(self, delta: OutputDelta) -> list[dict[str, Any]]:
+        """Return the deltas of events; the first one of a call has its name and id, and no arguments yet."""
+        if delta.index is None:
+            text = {"content": delta.content} if delta.content else {}
+            return [part for part in (_reasoning(delta.reasoning), text) if part]
+        parts = []
+        if delta.name is not None:
+            self.is_custom = delta.name in self.custom
+            parts.append(_call(self.is_custom, "", delta))
+        if delta.arguments:
+            parts.append(_call(self.is_custom, delta.arguments))
+        return [self._calls_as_requested([{"index": delta.index, **part}]) for part in parts]
 
     def _calls_as_requested(self, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the calls in the format of the request: "functions" is the older one and takes a single call."""
@@ -208,21 +229,14 @@ class _Output:
         return rest | {"token_ids": chunk.token_ids} if fields.return_token_ids else rest
 
 
-def _call_piece(delta: OutputDelta) -> dict[str, Any]:
-    """Return an event's part of a call; the first part of each call has its name and id."""
-    function = {"arguments": delta.arguments}
-    if delta.name is None:
-        return {"index": delta.index, "function": function}
-    return {"index": delta.index, "id": delta.id, "type": "function", "function": {"name": delta.name, **function}}
+def _call(is_custom: bool, text: str, first: OutputDelta | None = None) -> dict[str, Any]:
+    """Return a part of a call; the first part of each call has its name and id."""
+    kind, key = ("custom", "input") if is_custom else ("function", "arguments")
+    if first is None:
+        return {kind: {key: text}}
+    return {"id": first.id, "type": kind, kind: {"name": first.name, key: text}}
 
 
-def _whole_calls(deltas: Sequence[OutputDelta]) -> list[dict[str, Any]]:
-    calls: dict[int, dict[str, Any]] = {}
-    for delta in deltas:
-        if delta.index is None:
-            continue
-        if delta.name is not None:
-            function = {"name": delta.name, "arguments": ""}
-            calls[delta.index] = {"id": delta.id, "type": "function", "function": function}
-        calls[delta.index]["function"]["arguments"] += delta.arguments
-    return list(calls.values())
+def _reasoning(text: str) -> dict[str, Any]:
+    """Return a thought under both names that clients read."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}

@@ -112,10 +112,10 @@ class _Output:
     num_sent: int = 0
     is_begun: bool = False
 
-    def piece(self, chunk: TextChunk) -> dict[str, Any] | None:
+    def pieces(self, chunk: TextChunk) -> list[dict[str, Any]]:
         choice = self.whole(chunk)
         has_content = any(map(choice.get, ("text", "finish_reason", "logprobs", "token_ids"))) or chunk.steps
-        return choice if has_content else None
+        return [choice] if has_content else []
 
     def whole(self, chunk: TextChunk) -> dict[str, Any]:
         request, fields, shows = self.request, self.fields, not self.fields.hides_output

@@ -17,9 +17,10 @@ from fastapi.responses import Response
 import specinfer
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
-from specinfer.inputs.formats.parser import OutputDelta, OutputParser
+from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server.auth import route_path
 from specinfer.server.config import ServerConfig
+from specinfer.server.custom_tools import Parser
 from specinfer.server.dialect import Event, dialect_of, to_json
 from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import ApiError, as_api_error
@@ -46,8 +47,8 @@ _FINGERPRINT = f"specinfer-{specinfer.__version__}"
 class Output(Protocol):
     """A formatter of one output for the client; it takes the output's chunks in order."""
 
-    def piece(self, chunk: TextChunk) -> dict[str, Any] | None:
-        """Return the choice for one event, or None if there is nothing to send yet."""
+    def pieces(self, chunk: TextChunk) -> list[dict[str, Any]]:
+        """Return the choices for events, each of which is one; none if there is nothing to send yet."""
         ...
 
     def whole(self, chunk: TextChunk) -> dict[str, Any]:
@@ -137,14 +138,14 @@ class ChoicesResponse:
             place, chunk = found
             output = self.outputs[place][chunk.index]
             # The first event may hold the log-probabilities of a long prompt.
-            choice = await asyncio.to_thread(output.piece, chunk) if is_first and self.texts else output.piece(chunk)
-            if choice is None:
-                continue
-            event = self._head(self.kinds[1]) | {"choices": [choice]} | self._trace(chunk)
-            if fields.wants_usage:
-                event["usage"] = self._usage() if fields.wants_usage_always else None
-            yield event | self.once() if is_first else event
-            is_first = False
+            choices = await asyncio.to_thread(output.pieces, chunk) if is_first and self.texts else output.pieces(chunk)
+            for choice in choices:
+                event = self._head(self.kinds[1]) | {"choices": [choice]}
+                event |= self._trace(chunk) if choice is choices[-1] else {}
+                if fields.wants_usage:
+                    event["usage"] = self._usage() if fields.wants_usage_always else None
+                yield event | self.once() if is_first else event
+                is_first = False
         if fields.wants_usage:
             end: dict[str, Any] = {"choices": [], "usage": self._usage(), "metrics": metrics_of(self.generations)}
             yield self._head(self.kinds[1]) | end
@@ -198,7 +199,7 @@ class ItemsResponse:
     fields: SharedFields
     generation: Generation
     items: Items
-    parser: OutputParser
+    parser: Parser
 
     def close(self) -> None:
         self.generation.close()
@@ -210,7 +211,7 @@ class ItemsResponse:
             ApiError: The request failed.
         """
         ((chunk,),) = await finish_all([self.generation])
-        self.items.push(self._deltas(chunk), chunk)
+        self.items.push(deltas_of(self.parser, chunk), chunk)
         self.items.finish(chunk)
         return to_json(self.items.whole())
 
@@ -225,7 +226,7 @@ class ItemsResponse:
                     yield None
                     continue
                 chunk = found[1]
-                for event in self.items.push(self._deltas(chunk), chunk):
+                for event in self.items.push(deltas_of(self.parser, chunk), chunk):
                     yield event
                 if chunk.finish_reason is not None:
                     for event in self.items.finish(chunk):
@@ -237,9 +238,11 @@ class ItemsResponse:
             for event in self.items.fail(api_error):
                 yield event
 
-    def _deltas(self, chunk: TextChunk) -> list[OutputDelta]:
-        deltas = self.parser.push(chunk.text)
-        return deltas if chunk.finish_reason is None else deltas + self.parser.finish()
+
+def deltas_of(parser: Parser, chunk: TextChunk) -> list[OutputDelta]:
+    """Return what a chunk adds to a response."""
+    deltas = parser.push(chunk.text)
+    return deltas if chunk.finish_reason is None else deltas + parser.finish()
 
 
 async def respond(

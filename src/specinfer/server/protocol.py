@@ -6,7 +6,7 @@ name.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from specinfer.core.sampling import MAX_LOGPROBS
 from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import HARMLESS, REFUSED, check_spelling, few
+from specinfer.server.tools import left_out_tools
 
 logger = logging.getLogger(__name__)
 _STRICT = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
@@ -125,8 +126,11 @@ class SharedFields(BaseModel):
     slo: SLOFields | None = None
     trace: bool | None = None
 
-    def check(self) -> dict[str, str]:
+    def check(self, left_out: Sequence[str] = ()) -> dict[str, str]:
         """Check the fields and return the headers that the response gets because of them.
+
+        Args:
+            left_out: Names of parts of the request that are left out; the header has them too.
 
         Raises:
             ApiError: A field is not supported, or needs another field that is missing.
@@ -144,6 +148,7 @@ class SharedFields(BaseModel):
         if self.stream_options is not None:
             given = self.stream_options.model_extra or ()
             check_spelling(given, StreamOptions.model_fields, "stream_options.")
+        ignored += left_out
         if not ignored:
             return {}
         shown = [name[:64].encode("ascii", "replace").decode() for name in ignored[:16] if name.isprintable()]
@@ -204,6 +209,9 @@ class ChatFields(SharedFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self, left_out: Sequence[str] = ()) -> dict[str, str]:
+        return super().check([*left_out, *left_out_tools(self.tools, self.tool_choice)])
 
 
 def check_single(fields: SharedFields, refused: Mapping[str, str]) -> None:

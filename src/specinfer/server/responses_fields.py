@@ -5,6 +5,7 @@ messages. Nothing is stored, so references to stored things are refused; `store`
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import few
 from specinfer.server.protocol import USE_CHAT, Label, Objects, SharedFields, check_single
 from specinfer.server.response_format import json_schema_params, structured_outputs_of
+from specinfer.server.tools import left_out_tools
 
 MAX_ITEMS = 4096
 _INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
@@ -51,7 +53,7 @@ class ResponsesFields(SharedFields):
     store: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def check(self) -> dict[str, str]:
+    def check(self, left_out: Sequence[str] = ()) -> dict[str, str]:
         """Check the fields and return the headers that the response gets because of them.
 
         Raises:
@@ -62,7 +64,7 @@ class ResponsesFields(SharedFields):
             raise ApiError(400, f"truncation: use auto or disabled, not {self.truncation!r:.60}", param="truncation")
         if "message.output_text.logprobs" in (self.include or ()):
             raise ApiError(400, "include: no log-probabilities here; use /v1/chat/completions", param="include")
-        return super().check()
+        return super().check([*left_out, *left_out_tools(self.tools, self.tool_choice)])
 
     @property
     def prompt_limit(self) -> int | None:

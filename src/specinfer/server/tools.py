@@ -16,12 +16,15 @@ from specinfer.inputs.chat.special_tokens import SpecialToken
 from specinfer.inputs.formats.call_grammar import CallableFunction, CallGrammar
 from specinfer.inputs.formats.calls import ToolFormat, find_format
 from specinfer.inputs.formats.parser import OutputParser
+from specinfer.server.custom_tools import CustomInputs, Parser, function_of_custom
 from specinfer.server.schemas import read_schema
 
-MAX_TOOLS = 128
 _MAX_CHARACTERS = 300_000  # limit on all tools together
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}", re.ASCII)
+_KINDS = ("function", "custom")  # other tools are run by a service, which there is none of here
+_NAME = re.compile(r"[^\s\"'`\\<>()\[\]{}=,|]{1,256}")
+_FREE_CHOICES = (None, "none", "auto", {"type": "none"}, {"type": "auto"})  # these need no tools
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +36,20 @@ class ToolPlan:
         tools_for_template: The `tools` argument of `PromptReader.read_chat`, or None to show the model no tools.
         call_format: The format of calls, or None if the response cannot have any.
         shows_special_tokens: Whether `SamplingParams.skip_special_tokens` must be False, as calls begin with one.
+        custom: The names of custom tools, whose calls have text in place of JSON arguments.
     """
 
     structured_outputs: StructuredOutputsParams | None = None
     tools_for_template: list[dict[str, Any]] | None = None
     call_format: ToolFormat | None = None
     shows_special_tokens: bool = False
+    custom: frozenset[str] = frozenset()
     _grammar: CallGrammar | None = None
 
-    def parser(self) -> OutputParser:
+    def parser(self) -> Parser:
         """Return a parser for one response; each of `n` responses needs its own."""
-        return OutputParser(self.call_format)
+        parser = OutputParser(self.call_format)
+        return CustomInputs(parser, self.custom) if self.custom else parser
 
     def combined(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """Return the constraints together with a requested format; with "auto" a response is a call or has it.
@@ -64,7 +70,9 @@ def plan_tools(
     *,
     special_tokens: Mapping[str, SpecialToken] | None = None,
 ) -> ToolPlan:
-    """Plan how to serve a request's tools, which are in the format of chat completions.
+    """Plan how to serve a request's tools, which are in the format of chat completions or of responses.
+
+    Tools of other kinds than functions and custom tools are left out; `left_out_tools` names them.
 
     Args:
         chat_template: The model's template, `PromptReader.chat_template`.
@@ -74,12 +82,12 @@ def plan_tools(
         RequestError: A tool or the choice cannot be served; the message names it.
     """
     if not tools:
-        if tool_choice not in (None, "none", "auto"):
+        if tool_choice not in _FREE_CHOICES:
             raise RequestError("tool_choice: there are no tools to choose from; send tools, or leave it out")
         return ToolPlan()
-    shown, functions = _read_tools(tools)
+    shown, functions, custom = _read_tools(tools)
     mode, chosen = _read_choice(tool_choice, list(functions))
-    if mode == "none":
+    if mode == "none" or not chosen:
         return ToolPlan()
     tokens, call_format = special_tokens or {}, find_format(chat_template)
     grammar = CallGrammar(
@@ -90,7 +98,17 @@ def plan_tools(
         tokens,
     )
     hidden = {name for name, token in tokens.items() if not token.is_shown}
-    return ToolPlan(grammar.params(None), shown, call_format, not hidden.isdisjoint(call_format.texts), grammar)
+    shows_special_tokens = not hidden.isdisjoint(call_format.texts)
+    return ToolPlan(grammar.params(None), shown, call_format, shows_special_tokens, custom, grammar)
+
+
+def left_out_tools(tools: Sequence[Any] | None, tool_choice: Any = None) -> list[str]:
+    """Return the names, for the header of ignored fields, of tools that are left out and of a choice that needs one."""
+    kinds = [_kind_of(tool) for tool in tools or () if isinstance(tool, dict)]
+    names = [f"tools.{kind}" for kind in kinds if isinstance(kind, str) and kind not in _KINDS]
+    if _is_left_out(tool_choice) or (kinds and len(names) == len(kinds) and tool_choice not in _FREE_CHOICES):
+        names.append("tool_choice")
+    return list(dict.fromkeys(names))
 
 
 def tools_of_functions(functions: Sequence[Any] | None, function_call: Any) -> tuple[list[Any] | None, Any]:
@@ -112,78 +130,116 @@ def tools_of_functions(functions: Sequence[Any] | None, function_call: Any) -> t
 # ------------------------------------------------------------------------------------------ reading
 
 
-def _read_tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, CallableFunction]]:
-    """Return the tools in the format for templates, and their functions by name."""
+def _kind_of(tool: dict[str, Any]) -> Any:
+    kind = tool.get("type")
+    return "function" if kind is None else kind
+
+
+def _read_tools(
+    tools: Sequence[Any],
+) -> tuple[list[dict[str, Any]], dict[str, CallableFunction], frozenset[str]]:
+    """Return the tools in the format for templates, their functions by name, and the names of custom tools."""
     if not isinstance(tools, (list, tuple)):
         raise RequestError(f"tools: must be a list of functions, not {tools!r:.60}")
-    if len(tools) > MAX_TOOLS:
-        raise RequestError(f"tools: {len(tools)} are too many; send at most {MAX_TOOLS}")
     shown: list[dict[str, Any]] = []
     functions: dict[str, CallableFunction] = {}
+    custom: set[str] = set()
+    length = 0
     for i, tool in enumerate(tools):
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            kind = tool.get("type") if isinstance(tool, dict) else tool
-            raise RequestError(f'tools[{i}].type: only "function" is served, not {kind!r:.60}')
-        function_fields, function = _read_function(f"tools[{i}].function", tool.get("function"))
-        if function.name in functions:
-            raise RequestError(f"tools[{i}].function.name: {function.name!r} is there twice; give each its own name")
-        functions[function.name] = function
-        shown.append({"type": "function", "function": function_fields})
-    length = len(json.dumps(shown))
-    if length > _MAX_CHARACTERS:
-        raise RequestError(f"tools: {length} characters; make them shorter, at most {_MAX_CHARACTERS} together")
-    return shown, functions
+        kind = _kind_of(tool) if isinstance(tool, dict) else None
+        if not isinstance(kind, str):
+            raise RequestError(f"tools[{i}]: must be an object such as a function, not {tool!r:.60}")
+        if kind not in _KINDS:
+            continue
+        is_flat = kind not in tool and "name" in tool
+        field, given = (f"tools[{i}]", tool) if is_flat else (f"tools[{i}].{kind}", tool.get(kind))
+        if not isinstance(given, dict):
+            raise RequestError(f"{field}: must be an object with a name, not {given!r:.60}")
+        if kind == "custom":
+            given = function_of_custom(given)
+        entry, function = _read_function(field, given)
+        name, other = function.name, functions.get(function.name)
+        if other is not None and ((name in custom) != (kind == "custom")):
+            raise RequestError(f"{field}.name: {name!r} is a function and a custom tool; give each its own name")
+        if other is not None and entry in shown:
+            continue
+        # Of several functions with one name, a call may mean any.
+        functions[name] = function if other is None else CallableFunction(name, _ANY_OBJECT)
+        shown.append(entry)
+        if kind == "custom":
+            custom.add(name)
+        length += len(json.dumps(entry))
+        if length > _MAX_CHARACTERS:
+            raise RequestError(f"tools: more than {_MAX_CHARACTERS} characters together; make them shorter")
+    return shown, functions, frozenset(custom)
 
 
-def _read_function(field: str, given: Any) -> tuple[dict[str, Any], CallableFunction]:
-    if not isinstance(given, dict):
-        raise RequestError(f"{field}: must be an object with a name, not {given!r:.60}")
-    if unknown := sorted(given.keys() - {"name", "description", "parameters", "strict"}):
-        raise RequestError(f"{field}.{unknown[0]:.60}: is not known; use name, description, parameters and strict")
+def _read_function(field: str, given: dict[str, Any]) -> tuple[dict[str, Any], CallableFunction]:
+    """Return a function in the format for templates, and what a call of it is; keys that are not known are ignored."""
     name, description, strict = given.get("name"), given.get("description"), given.get("strict")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(f"{field}.name: use 1 to 64 of a-z, A-Z, 0-9, _ and -, not {name!r:.80}")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or not name.isprintable():
+        raise RequestError(
+            f"{field}.name: use 1 to 256 characters without spaces, quotes and brackets, not {name!r:.80}"
+        )
     if description is not None and not isinstance(description, str):
         raise RequestError(f"{field}.description: must be text, not {description!r:.60}")
     if strict is not None and not isinstance(strict, bool):
         raise RequestError(f"{field}.strict: must be true or false, not {strict!r:.60}")
-    schema = given.get("parameters")
-    parameters = _NO_PARAMETERS if schema is None else read_schema(f"{field}.parameters", schema)
-    if parameters.get("type", "object") != "object":
-        raise RequestError(f'{field}.parameters: type must be "object", not {parameters["type"]!r:.60}')
-    function_fields = {"name": name, "description": description or "", "parameters": parameters}
+    parameters = _read_parameters(f"{field}.parameters", given.get("parameters"))
+    kind = parameters.get("type")
+    schema = _ANY_OBJECT | parameters
+    if kind not in (None, "object"):
+        if strict:
+            raise RequestError(f'{field}.parameters: type must be "object", not {kind!r:.60}')
+        schema = _ANY_OBJECT if not isinstance(kind, list) or "object" not in kind else parameters | _ANY_OBJECT
     # Without `strict`, keywords that a grammar cannot enforce are left to the model.
     options = {} if strict else {"x-guidance": {"lenient": True}}
-    return function_fields, CallableFunction(name, {"type": "object"} | parameters | options)
+    shown = {"name": name, "description": description or "", "parameters": parameters}
+    return {"type": "function", "function": shown}, CallableFunction(name, schema | options)
+
+
+def _read_parameters(field: str, given: Any) -> dict[str, Any]:
+    if given is None or given == []:
+        return _NO_PARAMETERS
+    schema = read_schema(field, given)
+    return {key: value for key, value in schema.items() if key != "type" or value is not None}
+
+
+def _is_left_out(choice: Any) -> bool:
+    """Return whether a choice or an entry of its list is a tool of a kind that is left out."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    return isinstance(kind, str) and kind not in (*_KINDS, "tool", "allowed_tools", "auto", "none", "required", "any")
 
 
 def _read_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
     """Return the mode ("none", "auto", "required", or "function" for exactly one call) and the callable functions."""
-    if choice is None:
+    mode = choice.get("type") if isinstance(choice, dict) else choice
+    if choice is None or _is_left_out(choice):
         return "auto", names
-    if isinstance(choice, str):
-        if choice not in ("none", "auto", "required"):
-            raise RequestError(f'tool_choice: use "none", "auto", "required" or a function, not {choice!r:.60}')
-        return choice, names
+    if mode in ("none", "auto", "required", "any"):
+        return "required" if mode == "any" else mode, names
     if not isinstance(choice, dict):
-        raise RequestError(f"tool_choice: must be text or an object, not {choice!r:.60}")
-    if choice.get("type") == "function":
+        raise RequestError(f'tool_choice: use "none", "auto", "required" or a function, not {choice!r:.60}')
+    if mode in (*_KINDS, "tool"):
         return "function", [_named("tool_choice", choice, names)]
-    if choice.get("type") == "allowed_tools" and isinstance(choice.get("allowed_tools"), dict):
-        allowed = choice["allowed_tools"]
-        mode, listed = allowed.get("mode"), allowed.get("tools")
-        if mode not in ("auto", "required"):
-            raise RequestError(f'tool_choice.allowed_tools.mode: use "auto" or "required", not {mode!r:.60}')
-        if not isinstance(listed, list) or not listed:
-            raise RequestError("tool_choice.allowed_tools.tools: list at least one function")
-        field = "tool_choice.allowed_tools.tools"
-        return mode, list(dict.fromkeys(_named(f"{field}[{i}]", one, names) for i, one in enumerate(listed)))
-    raise RequestError(f'tool_choice.type: use "function" or "allowed_tools", not {choice.get("type")!r:.60}')
+    if mode != "allowed_tools":
+        raise RequestError(f'tool_choice.type: use "function" or "allowed_tools", not {mode!r:.60}')
+    nested = choice.get("allowed_tools")
+    field, allowed = ("tool_choice", choice) if nested is None else ("tool_choice.allowed_tools", nested)
+    mode, listed = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    if mode not in ("auto", "required"):
+        raise RequestError(f'{field}.mode: use "auto" or "required", not {mode!r:.60}')
+    if not isinstance(listed, list) or not listed:
+        raise RequestError(f"{field}.tools: list at least one function")
+    found = [_named(f"{field}.tools[{i}]", one, names) for i, one in enumerate(listed) if not _is_left_out(one)]
+    return mode, list(dict.fromkeys(found))
 
 
 def _named(field: str, choice: Any, names: list[str]) -> str:
-    function = choice.get("function") if isinstance(choice, dict) else None
+    """Return the name of the function in a choice, which has it in an object of its own, or beside its type."""
+    kind = next((kind for kind in _KINDS if isinstance(choice, dict) and isinstance(choice.get(kind), dict)), None)
+    function = choice if kind is None else choice[kind]
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or name not in names:
-        raise RequestError(f"{field}.function.name: {name!r:.80} is none of the tools")
+        raise RequestError(f"{field}{'' if kind is None else '.' + kind}.name: {name!r:.80} is none of the tools")
     return name

@@ -17,17 +17,20 @@ _RULE_OPTIONS = re.compile(
 _TOKENS = re.compile(r"<\[([^\]]*)\]>")  # tokens given by id
 
 
-def refusal(kind: str, text: str, end_token: int) -> str | None:
+def refusal(kind: str, text: str, end_token: int, limit: int | None = None) -> str | None:
     """Return what is wrong with a text before it is compiled and what to change, or None if nothing is.
 
     Args:
         end_token: The token that marks the end of the text; no grammar may name it.
+        limit: The most characters, or None for the limit of the kind.
     """
-    if len(text) > MAX_CHARACTERS[kind]:
-        return f"{len(text)} characters; make it shorter, at most {MAX_CHARACTERS[kind]}"
+    limit = MAX_CHARACTERS[kind] if limit is None else limit
+    if len(text) > limit:
+        return f"{len(text)} characters; make it shorter, at most {limit}"
     if kind == "grammars":
         for name, of_kind, named in json.loads(text):
-            if (wrong := refusal(of_kind, named, end_token)) is not None:
+            # The one without a name was not sent by a client: it names the functions of a request, which may be many.
+            if (wrong := refusal(of_kind, named, end_token, None if name else MAX_CHARACTERS[kind])) is not None:
                 return f"{name}: {wrong}" if name else wrong
         return None
     if (number := _large_multiple(_schemas(kind, text))) is not None:

@@ -32,7 +32,9 @@ class CallGrammar:
 
     def params(self, answer: StructuredOutputsParams | None) -> StructuredOutputsParams:
         """Return the grammar of calls, free text, or calls and responses of another format."""
-        schemas: dict[str, Any] = {f"of-{function.name}": function.schema for function in self.functions}
+        schemas: dict[str, Any] = {
+            _rule_of(i, function.name): function.schema for i, function in enumerate(self.functions)
+        }
         rules = [*self._calls()]
         if self.must_call:
             rules = ["start: calls", f"opening: {self._opening()}", *rules]
@@ -48,9 +50,9 @@ class CallGrammar:
         """Return the rules for one call or several, after their opening."""
         style = self.call_format
         named = []
-        for function in self.functions:
-            name = json.dumps(function.name) if style.quotes_name else function.name
-            named.append(self._sequence([name, *style.between], f"@of-{function.name}"))
+        for i, function in enumerate(self.functions):
+            name = json.dumps(function.name, ensure_ascii=False) if style.quotes_name else function.name
+            named.append(self._sequence([name, *style.between], f"@{_rule_of(i, function.name)}"))
         more = ""
         if self.is_parallel and style.again:
             again = self._sequence(list(style.again), "named", *style.after)
@@ -108,6 +110,12 @@ class CallGrammar:
     def _literal(self, text: str) -> str:
         token = self.special_tokens.get(text)
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token.id}]>"
+
+
+def _rule_of(index: int, name: str) -> str:
+    """Return the name of a function's schema in the grammar, which may have fewer characters than a function's."""
+    plain = re.sub(r"[^a-zA-Z0-9_-]", "_", name)
+    return f"of-{name}" if plain == name else f"of-{plain}--{index}"
 
 
 def _ranges(numbers: list[int]) -> str:

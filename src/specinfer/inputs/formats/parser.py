@@ -11,8 +11,9 @@ from enum import Enum, auto
 
 from specinfer.inputs.formats.calls import ToolFormat
 
-_NAME_BEGINS = {True: re.compile(r'"[a-zA-Z0-9_-]{0,64}'), False: re.compile(r"[a-zA-Z0-9_-]{0,64}")}
-_NAMES = {True: re.compile(r'"([a-zA-Z0-9_-]{1,64})"'), False: re.compile(r"([a-zA-Z0-9_-]{1,64})(?![a-zA-Z0-9_-])")}
+_LETTER = r"[^\s\"'`\\<>()\[\]{}=,|]"  # of a name
+_NAME_BEGINS = {True: re.compile(rf'"{_LETTER}{{0,256}}'), False: re.compile(rf"{_LETTER}{{0,256}}")}
+_NAMES = {True: re.compile(rf'"({_LETTER}{{1,256}})"'), False: re.compile(rf"({_LETTER}{{1,256}})(?!{_LETTER})")}
 _STRUCTURE = re.compile(r'["\\{}\[\]]')  # the characters that determine where a JSON value ends
 _SPACES = " \t\r\n"
 
