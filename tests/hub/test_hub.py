@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,8 @@ from specinfer.hub.checksums import damaged_files
 from specinfer.hub.files import choose_gguf, refusal
 from specinfer.hub.known_models import known_drafters, known_names, near_names
 from specinfer.hub.locate import hub_name, locate, locate_tokenizer, without_revision
-from specinfer.hub.store import cached_models, download, find_cached, remove
+from specinfer.hub.snapshots import find_cached
+from specinfer.hub.store import cached_models, download, remove
 from specinfer.llm import LLM
 from specinfer.setup.model_names import usual_drafters
 from tiny import save_model, save_tokenizer
@@ -347,6 +349,44 @@ def test_a_revision_is_downloaded_kept_apart_and_found_again(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="'me/model@v4' is not in the cache, and HF_HUB_OFFLINE forbids"):
         locate("me/model@v4")
+
+
+def test_a_model_without_a_known_branch_is_taken_from_its_only_commit(
+    hub: FakeHub, offer: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer("me/model")
+    folder = locate("me/model")
+    commit = folder.name
+    shutil.rmtree(folder.parents[1] / "refs")
+    assert locate(f"me/model@{commit}") == locate(f"me/model@{commit[:7]}") == folder
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("me/model", "me/model@main", f"me/model@{commit[:7]}"):
+        assert locate(name) == locate_tokenizer(name) == folder
+    assert f"me/model is taken from commit {commit}, the only one in the cache" in caplog.text
+    with pytest.raises(
+        ModelError, match=rf"'me/model@v2' is not in the cache.*what the cache has: me/model@{commit[:12]}$"
+    ):
+        locate("me/model@v2")
+    shutil.copytree(folder, folder.with_name("f" * 40))
+    with pytest.raises(ModelError, match=rf"'me/model' is not in .*: me/model@{commit[:12]}, me/model@ffffffffffff$"):
+        locate("me/model")
+    assert locate("me/model@ffff") == folder.with_name("f" * 40)
+    shutil.rmtree(folder.parent)
+    with pytest.raises(ModelError, match=r"'me/model' is not in the cache.* or give a folder or a GGUF file$"):
+        locate("me/model")
+
+
+def test_templates_with_a_name_and_weights_of_another_name_are_downloaded(
+    hub: FakeHub, offer: Callable[..., Path]
+) -> None:
+    folder = offer("me/model")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    found = locate("me/model")
+    assert (found / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+    assert (found / "consolidated.safetensors").is_file()
+    assert locate("me/model") == found
 
 
 def test_revisions_are_part_of_names() -> None:

@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks.peers.gguf_file import write_gguf
 from gguf_files import CHAT_TEMPLATE, random_blocks, write_model, write_parts
 from specinfer import LLM, ModelError, SamplingParams
+from specinfer.inputs.chat.template import ChatTemplate
 from specinfer.model.definition import load_config, load_plain, load_tokenizer
 from specinfer.model.folder import count_parameters, find_folder, sampling_defaults
 from specinfer.model.gguf.folder import WEIGHTS, weights_file
 from specinfer.model.gguf.header import TensorPlace, read_header
+from specinfer.model.gguf.tokenizer_writing import tokenizer_metadata
 from specinfer.model.gguf.weights import read_tensor
 from specinfer.model.load import load_model
 from specinfer.tuning.initial_weights import build, parse_initial_weights
@@ -215,6 +217,41 @@ def test_tokens_template_and_ends_come_from_the_file(tmp_path: Path) -> None:
     loaded = load(tmp_path / "m.gguf")
     assert loaded.eos_token_ids == (1, 5)
     assert sampling_defaults(folder) == {"temperature": pytest.approx(0.3), "top_k": 7}
+
+
+def test_text_that_nobody_needs_may_be_in_any_encoding(file: Path) -> None:
+    keys = ("general__description", "general__name", "general__author", "quantize__imatrix__file")
+    others = {"general__tags": ["a_caf\u00e9"], "general__sampling__temp": "warm"}
+    write_model(file, **dict.fromkeys(keys, "a_caf\u00e9"), **others)
+    file.write_bytes(file.read_bytes().replace("a_caf\u00e9".encode(), b"a_caf\xe9\xe9"))
+    folder = find_folder(file)
+    assert sampling_defaults(folder) == {}
+    assert load(file).vocab_size == 96
+    write_model(file, tokenizer__chat_template="a_caf\u00e9")
+    file.write_bytes(file.read_bytes().replace("a_caf\u00e9".encode(), b"a_caf\xe9\xe9"))
+    with pytest.raises(ModelError, match="header is cut short or damaged"):
+        find_folder(file)
+
+
+def test_templates_with_a_name_are_read(tmp_path: Path) -> None:
+    path, others = tmp_path / "m.gguf", {"tokenizer__chat_template__tool_use": "tools{{ messages[0].content }}"}
+    write_model(path, tokenizer__chat_templates=["tool_use"], **others, **{"tokenizer__chat_template__../x": "no"})
+    template = ChatTemplate(load_tokenizer(find_folder(path)), 64)
+    assert (template.text(with_tools=False), template.text()) == (CHAT_TEMPLATE, "tools{{ messages[0].content }}")
+    folder = find_folder(path)
+    assert [file.name for file in (folder / "additional_chat_templates").iterdir()] == ["tool_use.jinja"]
+    write_model(path, tokenizer__chat_template=None, **others)
+    template = ChatTemplate(load_tokenizer(find_folder(path)), 64)
+    assert template.text(with_tools=False) == template.text() == "tools{{ messages[0].content }}"
+
+
+def test_templates_are_written_to_a_file_by_their_names() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "plain", "tool_use": "tools", "a b": "other"}
+    written = tokenizer_metadata(tokenizer, 96)
+    assert written["tokenizer.chat_template"] == "plain"
+    assert written["tokenizer.chat_templates"] == ["tool_use", "a_b"]
+    assert (written["tokenizer.chat_template.tool_use"], written["tokenizer.chat_template.a_b"]) == ("tools", "other")
 
 
 def test_contractions_and_three_digits_are_pieces_by_the_rule_of_gpt_4o(tmp_path: Path) -> None:
@@ -436,11 +473,6 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
     header = b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + entry(b"a") + entry(b"b")
     with pytest.raises(ModelError, match=r"a\.gguf: its tensors overlap"):
         read_header_of(header + bytes(1100), tmp_path / "a.gguf")
-
-
-def test_a_folder_of_gguf_files_names_them(file: Path) -> None:
-    with pytest.raises(ModelError, match=r"but GGUF files; name one of them, such as .*tiny\.gguf"):
-        find_folder(file.parent)
 
 
 def test_a_file_that_was_replaced_is_read_anew(file: Path) -> None:

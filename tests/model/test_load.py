@@ -139,7 +139,8 @@ def test_pickled_weights_are_not_read(folder: Path, name: str) -> None:
 
 
 def test_pickled_weights_are_not_read_next_to_safetensors(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "adapter.safetensors")
+    save_file({"lora_A.weight": torch.ones(1)}, folder / "adapter.safetensors")
+    (folder / WEIGHTS).unlink()
     torch.save(make_model("llama").state_dict(), folder / "pytorch_model.bin")
     with pytest.raises(ModelError):
         _load(folder)

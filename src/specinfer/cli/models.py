@@ -126,7 +126,7 @@ def _drafters(model: str) -> list[tuple[str, ...]]:
             f"drafters: none are known for {model}{did_you_mean(model, known_names())}; any small model can draft, and "
             "suffix needs none"
         )
-    from specinfer.hub.store import find_cached
+    from specinfer.hub.snapshots import find_cached
 
     rows: list[tuple[str, ...]] = []
     for one in found:

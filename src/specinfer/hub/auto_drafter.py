@@ -63,7 +63,8 @@ def _choose(
     names = [one.name for one in sorted(known, key=lambda one: not one.is_head)]
     if not names:
         return DrafterChoice((LOOKUP,), "no head or small model is known for it")
-    from specinfer.hub.store import download, find_cached
+    from specinfer.hub.snapshots import find_cached
+    from specinfer.hub.store import download
 
     for name in names:
         if find_cached(name) is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from specinfer.core.atomic_file import write_atomically
 from specinfer.core.errors import ModelError
 from specinfer.core.places import cache_folder
-from specinfer.hub.files import PICKLE, gguf_parts, is_needed
+from specinfer.hub.files import PICKLE, gguf_parts, needed_files
 
 _CHECKSUM = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _RECORD = "verified.json"  # in SpecInfer's cache: the states of files that agreed, by their paths
@@ -37,7 +37,8 @@ def check_intact(model: str | Path, path: Path) -> None:
     Raises:
         ModelError: The content of a file is not that of its checksum.
     """
-    files = [file for file in path.iterdir() if is_needed(file.name) or file.name == PICKLE] if path.is_dir() else []
+    names = [file.name for file in path.iterdir()] if path.is_dir() else []
+    files = [path / name for name in (*needed_files(names), PICKLE) if name in names]
     known = _read_record()
     if damaged := _compare(files or _parts(path), lambda file, state: known.get(str(file)) == state):
         raise ModelError(

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-NOT_NEEDED = ("*/*", "consolidated*")  # the same weights in other formats
+TEMPLATE_FOLDER = "additional_chat_templates"  # those with a name, such as the one for conversations with tools
+NOT_NEEDED = ("*/*", "consolidated*")  # usually the same weights in other formats
+GGUF_LINK = "specinfer-weights.gguf"  # in a folder that was made of a GGUF file; a name that no other tool uses
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_PARTIAL = (".part", ".partial", ".incomplete", ".crdownload", ".download", ".aria2", ".tmp")  # unfinished downloads
 _GGUF_TYPES = ("q4_k_m", "q8_0", "q4_0", "")  # the preferred ones
 _GGUF_PART = re.compile(r"^(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
 # Of most of their variants; see `model.quantized.formats`.
@@ -25,10 +29,17 @@ PICKLE = "pytorch_model.bin"
 _TEXT = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-def is_needed(name: str) -> bool:
-    """Return whether a file of a hub model is downloaded."""
-    path = Path(name)
-    return path.parent == Path() and any(map(path.match, NEEDED)) and not path.match(NOT_NEEDED[1])
+def needed_files(names: Iterable[str]) -> list[str]:
+    """Return those files of a model that are downloaded and read."""
+    found = [name for name in names if _is_needed(Path(name))]
+    others = [name for name in found if not Path(name).match(NOT_NEEDED[1])]
+    return others if any(name.endswith(".safetensors") for name in others) else found
+
+
+def _is_needed(path: Path) -> bool:
+    if path.parent == Path(TEMPLATE_FOLDER):
+        return path.suffix == ".jinja"
+    return path.parent == Path() and any(map(path.match, NEEDED))
 
 
 def choose_gguf(names: Iterable[str], wanted: str | None) -> str | None:
@@ -44,6 +55,41 @@ def choose_gguf(names: Iterable[str], wanted: str | None) -> str | None:
             if whole.endswith(kind):
                 return name
     return None
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a GGUF file, by its suffix or its first bytes: those of a cache have other names."""
+    if not path.is_file():
+        return False
+    return path.suffix.lower() == ".gguf" or _first_bytes(path).startswith(b"GGUF")
+
+
+def fault_of(path: Path) -> str | None:
+    """Return why a file does not have the content of its name, with the remedy, or None if nothing is known of it."""
+    if _first_bytes(path) == _LFS_POINTER:
+        return "is a Git LFS pointer, not the content; run git lfs pull, or fetch the file"
+    if path.suffix.lower() in _PARTIAL:
+        return "is an unfinished download; finish it, or fetch the file again"
+    return None
+
+
+def _first_bytes(path: Path) -> bytes:
+    """Return the first bytes of a file, or none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS_POINTER))
+    except OSError:
+        return b""
+
+
+def only_gguf(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder that has no other weights and no other such file, or None."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    models = {gguf_parts(name)[0] for name in names if choose_gguf([name], "") is not None}
+    if len(models) != 1 or GGUF_LINK in models or any(name.endswith(".safetensors") for name in names):
+        return None
+    file = folder / models.pop()
+    return file if file.is_file() else None
 
 
 def gguf_parts(name: str) -> list[str]:
@@ -70,7 +116,7 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
             return f"it has no config.json, but GGUF files; name one of them, such as {file}"
         if "config.json" in found:
             return "config.json is damaged; fetch the model again"
-        return "it has no config.json; it is not a Hugging Face model folder"
+        return _unfinished(found) or "it has no config.json; it is not a Hugging Face model folder"
     settings = quantization_settings(config)
     if settings is not None and settings.get("quant_method") not in READ_METHODS:
         return already_quantized(settings)
@@ -85,10 +131,17 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
     if may_be_eagle(config) and PICKLE in found:
         return None
     if not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in found):
+        if (unfinished := _unfinished(found)) is not None:
+            return unfinished
         others = sorted(name for name in found if name.endswith((".bin", ".pt")))
         why = f"only {', '.join(others)}, which can run code when read" if others else "no weights"
         return f"it has {why}; convert or fetch the model as safetensors"
     return None
+
+
+def _unfinished(names: Iterable[str]) -> str | None:
+    found = next((name for name in sorted(names) if name.endswith(_PARTIAL)), None)
+    return None if found is None else f"{found} is an unfinished download; finish it, or fetch the model again"
 
 
 def head_format(config: Mapping[str, Any]) -> str | None:
@@ -132,7 +185,7 @@ def folder_refusal(folder: Path) -> str | None:
     """Return why the model of a folder cannot be loaded, or None if nothing is known against it."""
     read = {name: read_object(folder / name) for name in ("config.json", "adapter_config.json")}
     names = [path.name for path in folder.iterdir()]
-    if "specinfer-weights.gguf" in names:  # made of a GGUF file
+    if GGUF_LINK in names:  # made of a GGUF file
         return None
     return refusal(names, read["config.json"], read["adapter_config.json"])
 

@@ -8,7 +8,7 @@ from specinfer.core.errors import ModelError
 from specinfer.core.lookups import SELF_DRAFTERS, is_self
 from specinfer.core.progress import ProgressCallback
 from specinfer.hub.checksums import check_intact
-from specinfer.hub.files import check_gguf_name, folder_refusal
+from specinfer.hub.files import check_gguf_name, fault_of, folder_refusal, is_gguf, only_gguf
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZERS = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -72,12 +72,13 @@ def local_path(model: str | Path) -> Path | None:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    if is_gguf(path):
         if (why := check_gguf_name(path.name)) is not None:
             raise ModelError(f"model: {path} cannot be loaded: {why}")
         return path
     if path.is_file():
-        raise ModelError(f"model: {str(model)!r} is not a GGUF file; name one, or the folder with config.json")
+        why = fault_of(path) or "is not a GGUF file; name one, or the folder with config.json"
+        raise ModelError(f"model: {str(model)!r} {why}")
     if path.suffix.lower() == ".gguf":
         raise ModelError(f"model: no file {str(model)!r}; check its name and folder")
     if is_self(str(model)):
@@ -98,11 +99,13 @@ def locate(model: str | Path, progress: ProgressCallback | None = None) -> Path:
     """
     path = local_path(model)
     if path is None:
-        from specinfer.hub.store import download, find_cached
+        from specinfer.hub.snapshots import find_cached
+        from specinfer.hub.store import fetch
 
         name = hub_name(model)
         assert name is not None
-        path = find_cached(*name) or download(*name, progress=progress)
+        path = find_cached(*name) or fetch(*name, progress=progress)
+    path = only_gguf(path) or path
     if path.is_dir() and (why := folder_refusal(path)) is not None:
         raise ModelError(f"model: {path} cannot be loaded: {why}")
     check_intact(model, path)
@@ -126,13 +129,17 @@ def locate_tokenizer(tokenizer: str | Path) -> Path:
     try:
         path = local_path(tokenizer)
         if path is None:
-            from specinfer.hub.store import download_tokenizer, find_cached
+            from specinfer.hub.snapshots import find_cached
+            from specinfer.hub.store import download_tokenizer
 
             name = hub_name(tokenizer)
             assert name is not None
             path = find_cached(*name) or download_tokenizer(name.name, name.revision)
     except ModelError as error:
         raise ModelError(f"tokenizer: {str(error).removeprefix('model: ')}") from error
-    if path.is_dir() and not any((path / file).is_file() for file in TOKENIZERS):
+    has_tokenizer = any((path / file).is_file() for file in TOKENIZERS)
+    if not has_tokenizer and (file := only_gguf(path)) is not None:
+        return file
+    if path.is_dir() and not has_tokenizer:
         raise ModelError(f"tokenizer: {path} has no tokenizer.json or tokenizer.model; name a folder that has")
     return path

@@ -5,7 +5,6 @@
 
 import contextlib
 import io
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,12 +23,19 @@ from specinfer.hub.files import (
     folder_refusal,
     gguf_parts,
     head_format,
-    is_needed,
     may_be_eagle,
+    needed_files,
     read_object,
     refusal,
 )
 from specinfer.hub.known_models import did_you_mean
+from specinfer.hub.snapshots import commits, missing_weights, model_in, only_commit
+
+_SHOWN_DIGITS = 12  # of a commit
+
+
+class UnreachableError(ModelError):
+    """Error for a hub that cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ def _describe(name: str, folder: Path, num_bytes: int, modified: float) -> Cache
     if gguf and "config.json" not in files:
         return CachedModel(name, "GGUF", num_bytes, modified, check_gguf_name(gguf[0]))
     has_weights = any(file.endswith(".safetensors") for file in files)
-    why = folder_refusal(folder) or ("incomplete; pull it again" if _missing(folder) else None)
+    why = folder_refusal(folder) or ("incomplete; pull it again" if missing_weights(folder) else None)
     return CachedModel(name, "safetensors" if has_weights else "other", num_bytes, modified, why)
 
 
@@ -103,31 +109,6 @@ def remove(name: str) -> int:
     plan = cache.delete_revisions(*(one.commit_hash for one in found[0].revisions))
     plan.execute()
     return int(plan.expected_freed_size)
-
-
-def find_cached(name: str, gguf_type: str | None = None, revision: str | None = None) -> Path | None:
-    """Return the complete folder, or the GGUF file, of a model in the cache, or None."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[]))
-    except Exception:  # not in the cache, or no name of the hub; each has its own error
-        return None
-    files = [path.name for path in folder.iterdir()]
-    if gguf_type is None and "config.json" in files and any(file.endswith(".safetensors") for file in files):
-        return None if _missing(folder) else folder
-    chosen = choose_gguf([path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")], gguf_type)
-    is_whole = chosen is not None and all((folder / part).is_file() for part in gguf_parts(chosen))
-    return folder / chosen if chosen is not None and is_whole else None
-
-
-def _missing(folder: Path) -> list[str]:
-    """Return the weight files that the index names and the folder lacks."""
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        return sorted({Path(name).name for name in index["weight_map"].values()} - {p.name for p in folder.iterdir()})
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return []  # no index, or a damaged one, which loading refuses
 
 
 def download(
@@ -158,7 +139,7 @@ def download(
                     for file in ("config.json", "adapter_config.json") if file in sizes}  # fmt: skip
             damaged = next((f"{file} is damaged; pull it again" for file, content in read.items() if not content), None)
             why = damaged or refusal(sizes, read.get("config.json"), read.get("adapter_config.json"))
-            files = [file for file in sizes if is_needed(file)]
+            files = needed_files(sizes)
             config = read.get("config.json") or {}
             if not has_weights and (head_format(config) or may_be_eagle(config)):
                 files.append(PICKLE)  # read without running code
@@ -168,11 +149,7 @@ def download(
                 why = why or f"its part {missing[0]} is missing"
         if why is not None:
             raise ModelError(f"model: {name} cannot be loaded: {why}")
-        options: dict[str, Any] = {
-            "revision": revision,
-            "allow_patterns": files,
-            "ignore_patterns": list(NOT_NEEDED[1:]),
-        }
+        options: dict[str, Any] = {"revision": revision, "allow_patterns": files}
         if progress is not None:
             total = sum(sizes[file] for file in files)
             options["tqdm_class"] = _reporter(name, total, progress)
@@ -182,17 +159,39 @@ def download(
     return folder if chosen is None or chosen not in files else folder / chosen
 
 
+def fetch(name: str, gguf_type: str | None, revision: str | None, progress: ProgressCallback | None = None) -> Path:
+    """Download a model as `download` does; if the hub cannot be reached, return the only commit in the cache.
+
+    Raises:
+        ModelError: The hub does not have the model, or it cannot be loaded; or the hub cannot be reached, and the cache
+            does not have exactly one commit of it.
+    """
+    try:
+        return download(name, gguf_type, revision, progress)
+    except UnreachableError:
+        folder = only_commit(name, revision)
+        if folder is None or (model := model_in(folder, gguf_type)) is None:
+            raise
+        return model
+
+
 def download_tokenizer(name: str, revision: str | None = None) -> Path:
     """Download the files of a model that are no weights, and return their folder.
 
     Raises:
-        ModelError: The hub does not have the model, or cannot be reached.
+        ModelError: The hub does not have the model; or it cannot be reached, and the cache does not have exactly one
+            commit of the model.
     """
     from huggingface_hub import snapshot_download
 
-    with _plain_errors(name, revision):
-        patterns, others = [one for one in NEEDED if one != "*.safetensors"], [*NOT_NEEDED, "*.index.json"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=others))
+    try:
+        with _plain_errors(name, revision):
+            patterns, others = [one for one in NEEDED if one != "*.safetensors"], [*NOT_NEEDED, "*.index.json"]
+            return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=others))
+    except UnreachableError:
+        if (folder := only_commit(name, revision)) is None:
+            raise
+        return folder
 
 
 def _reporter(name: str, total: int, progress: ProgressCallback) -> type:
@@ -250,18 +249,21 @@ def _plain_errors(name: str, revision: str | None) -> Iterator[None]:
                 f"model: {name} cannot be written to {constants.HF_HUB_CACHE}: {os.strerror(error.errno)}; make space "
                 "with specinfer rm, or set HF_HOME to another disk"
             ) from error
-        raise ModelError(_unreachable(named) + near()) from error
+        raise UnreachableError(_unreachable(name, named) + near()) from error
     except Exception as error:  # errors of the network have no common base
-        raise ModelError(_unreachable(named) + near()) from error
+        raise UnreachableError(_unreachable(name, named) + near()) from error
 
 
 _OF_THE_DISK = (13, 28, 30, 122)  # no permission, no space, read-only, quota
 
 
-def _unreachable(name: str) -> str:
+def _unreachable(name: str, named: str) -> str:
     from huggingface_hub import constants
 
     why = f"the hub ({constants.ENDPOINT}) cannot be reached; check the network, set HF_ENDPOINT to a mirror,"
     if constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE forbids asking the hub; unset it,"
-    return f"model: {name!r} is not in the cache, and {why} or give a folder or a GGUF file"
+    others = "give a folder or a GGUF file"
+    if found := commits(name):
+        others = "name what the cache has: " + ", ".join(f"{name}@{one.name[:_SHOWN_DIGITS]}" for one in found)
+    return f"model: {named!r} is not in the cache, and {why} or {others}"

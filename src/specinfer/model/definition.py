@@ -23,7 +23,7 @@ from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
 from specinfer.model.gguf.folder import origin_of
 from specinfer.model.offload.checkpoint import is_finite
-from specinfer.model.offload.shards import Shards, has_safetensors
+from specinfer.model.offload.shards import Shards, has_safetensors, has_usual_names
 from specinfer.model.recurrent.layers import FEED_FORWARD_TYPES, LAYER_TYPES, replace_layers
 
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight(.?\w*scale\w*)?$")  # scales belong to codes
@@ -80,12 +80,24 @@ def load_tokenizer(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in TOKENIZERS):
         return None
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizer back ends raise bare Exception
         raise ModelError(
             f"model: the tokenizer of {folder} cannot be used ({first_line(error)}); fetch the model again, or name "
             "another tokenizer"
         ) from error
+    tokenizer.chat_template = _chat_template(folder, getattr(tokenizer, "chat_template", None))
+    return tokenizer
+
+
+def _chat_template(folder: Path, found: Any) -> Any:
+    """Return the chat template, or templates by name, with those in files where transformers does not look."""
+    if found is None:  # as processors save it
+        return (read_object(folder / "chat_template.json") or {}).get("chat_template")
+    if isinstance(found, Mapping) and "default" not in found:
+        named = (read_object(folder / "tokenizer_config.json") or {}).get("chat_template")
+        return {"default": named if isinstance(named, str) else found.get("tool_use")} | dict(found)
+    return found
 
 
 def token_ids(folder: Path, *, with_added_tokens: bool) -> dict[str, int] | None:
@@ -188,7 +200,7 @@ def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
     config = load_config(folder)
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         options["attn_implementation"] = "eager"  # SDPA has no soft cap, and transformers before 5.21 leaves it out
-    if has_safetensors(folder):
+    if has_safetensors(folder) and has_usual_names(folder):
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True, **options
         )

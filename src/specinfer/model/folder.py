@@ -15,9 +15,10 @@ from torch import Tensor
 
 from specinfer.core.errors import ModelError, WeightsError
 from specinfer.core.sampling import SamplingParams
+from specinfer.hub.files import fault_of, is_gguf
 from specinfer.hub.locate import locate
-from specinfer.model.gguf.folder import find_gguf_folder, is_gguf, weights_file
-from specinfer.model.offload.shards import Shards
+from specinfer.model.gguf.folder import find_gguf_folder, weights_file
+from specinfer.model.offload.shards import Shards, has_usual_names, weight_paths
 
 logger = logging.getLogger(__name__)
 TOKEN_MAP = "token_map.json"  # in a drafter's folder: the only tokens whose logits it computes
@@ -144,18 +145,10 @@ def _check_files(folder: Path) -> None:
         raise ModelError(f"model: {generation} is damaged; fetch the model again") from error
     if weights_file(folder) is not None:
         return  # made from a file that was checked
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            files = [folder / Path(name).name for name in names]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"model: {index} is damaged; fetch the model again") from error
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    for file in files:
-        if not file.is_file():
-            raise ModelError(f"model: {file} is missing, though the index names it; fetch the model again")
+    # Heads may have files of any names.
+    for file in weight_paths(folder) if has_usual_names(folder) else sorted(folder.glob("*.safetensors")):
+        if (fault := fault_of(file)) is not None:
+            raise ModelError(f"model: {file} {fault}")
         try:
             with safe_open(file, framework="pt") as tensors:
                 tensors.keys()

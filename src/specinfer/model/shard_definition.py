@@ -19,7 +19,7 @@ from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.checkpoint import Checkpoint, layer_number
 from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.meta_weights import origin_of
-from specinfer.model.offload.shards import has_safetensors
+from specinfer.model.offload.shards import has_safetensors, has_usual_names
 from specinfer.model.probe import Probe
 from specinfer.model.sharding.shard import shard_model
 from specinfer.model.sharding.tensor_parallel import Split
@@ -70,7 +70,7 @@ class BuiltModel(NamedTuple):
 
 def read_shard(job: LoadConfig) -> ShardDefinition:
     """Read a definition with this rank's weights. Of a split model, no other weights are in memory at any time."""
-    if job.shard.is_whole and has_safetensors(job.folder):
+    if job.shard.is_whole and has_safetensors(job.folder) and has_usual_names(job.folder):
         return ShardDefinition.make(job)
     with open_checkpoint(job) as checkpoint:
         # transformers would treat a GGUF file as quantized, and reads only some correctly.

@@ -11,11 +11,11 @@ from specinfer.demo import chat_drafter, chat_model
 from specinfer.demo.chat_model import CHAT, CHAT_HEADS, CODE, DRAFTER_NAMES, HEAD_NAMES, MISSING
 from specinfer.demo.pair import demo_folders, head_folder
 from specinfer.hub.auto_drafter import LOOKUP, LOOKUP_WITH_MODEL, DrafterChoice, auto_drafters
-from specinfer.hub.files import ASSISTANT, SUPPORTED_HEADS
+from specinfer.hub.files import ASSISTANT, SUPPORTED_HEADS, is_gguf
 from specinfer.hub.locate import locate_tokenizer
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.folder import find_folder
-from specinfer.model.gguf.folder import find_gguf_folder, is_gguf
+from specinfer.model.gguf.folder import find_gguf_folder
 from specinfer.model.heads.load import find_format, shows_hidden_states
 from specinfer.model.heads.mtp import has_mtp
 from specinfer.model.load import LoadedModel

@@ -6,6 +6,7 @@ to the file. Code that reads a model folder need not know where it came from.
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,19 +14,18 @@ from typing import Any
 
 from specinfer.core.errors import ModelError
 from specinfer.core.places import cache_folder
+from specinfer.hub.files import GGUF_LINK, TEMPLATE_FOLDER
 from specinfer.model.gguf.config import read_config
 from specinfer.model.gguf.header import GgufError, GgufHeader, read_header
 from specinfer.model.gguf.tokenizer import build_tokenizer
 from specinfer.model.gguf.vocabulary import end_token_ids
 
-WEIGHTS = "specinfer-weights.gguf"  # a name that no other tool uses
+WEIGHTS = GGUF_LINK
 _FORMAT = 3  # of the written files; a new number creates all folders again
+_TEMPLATE = "tokenizer.chat_template"
+_NAMED_TEMPLATE = re.compile(rf"{re.escape(_TEMPLATE)}\.([A-Za-z0-9_-]{{1,64}})")
+_MAX_TEMPLATES = 16  # of those with a name
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-
-
-def is_gguf(path: Path) -> bool:
-    """Return whether a path names a file with the suffix of this format."""
-    return path.is_file() and path.suffix.lower() == ".gguf"
 
 
 def weights_file(folder: Path) -> Path | None:
@@ -73,8 +73,7 @@ def _write(path: Path, folder: Path) -> None:
         _write_json(partial / "generation_config.json", _generation_fields(header))
         _write_json(partial / "tokenizer_config.json", tokenizer_config)
         tokenizer.save(str(partial / "tokenizer.json"))
-        if template := header.get("tokenizer.chat_template", str):
-            (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
+        _write_templates(partial, header)
         _link(path, partial / WEIGHTS)
         partial.chmod(0o755)  # mkdtemp makes it private
         try:
@@ -106,14 +105,23 @@ def _tokenizer(header: GgufHeader) -> tuple[Any, dict[str, Any]]:
         raise GgufError(header.path, f"its tokenizer cannot be used ({error})") from error
 
 
+def _write_templates(folder: Path, header: GgufHeader) -> None:
+    """Write the chat template, and others by their names, such as the one for conversations with tools."""
+    if template := header.get(_TEMPLATE, str):
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    names = [match[1] for key in header.metadata if (match := _NAMED_TEMPLATE.fullmatch(key))]
+    for name in names[:_MAX_TEMPLATES]:
+        (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
+        text = header.get(f"{_TEMPLATE}.{name}", str)
+        (folder / TEMPLATE_FOLDER / f"{name}.jinja").write_text(text, encoding="utf-8")
+
+
 def _generation_fields(header: GgufHeader) -> dict[str, Any]:
-    """Return the end tokens, and the sampling settings that the model's makers recommend."""
-    fields: dict[str, Any] = {"eos_token_id": end_token_ids(header)}
-    for name, ours in _SAMPLING.items():
-        value = header.get(f"general.sampling.{name}", (int, float))
-        if value is not None:
-            fields[ours] = value
-    return fields
+    """Return the end tokens, and the recommended sampling settings, which are checked when they are used."""
+    recommended = {ours: header.metadata.get(f"general.sampling.{name}") for name, ours in _SAMPLING.items()}
+    return {"eos_token_id": end_token_ids(header)} | {
+        name: value for name, value in recommended.items() if value is not None
+    }
 
 
 def _write_json(path: Path, fields: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from specinfer.core.errors import ModelError
-from specinfer.hub.files import gguf_parts
+from specinfer.hub.files import fault_of, gguf_parts
 
 _NUMBERS = ("UINT8", "INT8", "UINT16", "INT16", "UINT32", "INT32", "FLOAT32", "BOOL", "UINT64", "INT64", "FLOAT64")
 _SCALARS = {GGUFValueType[name]: f"<{code}" for name, code in zip(_NUMBERS, "BbHhIif?Qqd", strict=True)}
@@ -125,7 +125,8 @@ def _read_part(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             size = path.stat().st_size
             if size < 24 or file.read(4) != b"GGUF":
-                raise GgufError(path, "it is not a GGUF file", "name one, or a model folder")
+                fault = fault_of(path) or "is not a GGUF file; name one, or a model folder"
+                raise GgufError(path, *f"it {fault}".split("; ", 1))
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(path, data)
     except OSError as error:
@@ -143,10 +144,12 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
         )
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
-        key = cursor.text()
+        key = cursor.text("replace")
         if key in metadata:
             raise GgufError(path, f"the key {key[:80]!r} is there twice")
-        metadata[key] = cursor.value(path, *cursor.take("<I"))
+        # Names and descriptions may be in any encoding. Those of tokens may not.
+        errors = "strict" if key.startswith("tokenizer.") else "replace"
+        metadata[key] = cursor.value(path, *cursor.take("<I"), errors=errors)
     alignment = metadata.get("general.alignment", 32)
     if alignment not in {2**i for i in range(_MAX_ALIGNMENT.bit_length())}:
         raise GgufError(path, f"its alignment of {str(alignment)[:40]} is not a power of two")
@@ -198,11 +201,15 @@ class _Cursor:
         self.at += struct.calcsize(form)
         return values
 
-    def text(self) -> str:
-        return self._texts(1)[0]
+    def text(self, errors: str = "strict") -> str:
+        return self._texts(1, errors)[0]
 
-    def _texts(self, count: int) -> list[str]:
-        """Return consecutive strings. A vocabulary has a hundred thousand, and a call for each would take longest."""
+    def _texts(self, count: int, errors: str) -> list[str]:
+        """Return consecutive strings. A vocabulary has a hundred thousand, and a call for each would take longest.
+
+        Args:
+            errors: What to do with bytes that are not UTF-8, as for `bytes.decode`.
+        """
         data, at, size, found = self._data, self.at, len(self._data), list[str]()
         read = struct.Struct("<Q").unpack_from
         for _ in range(count):
@@ -210,22 +217,22 @@ class _Cursor:
             at = start + read(data, at)[0]
             if at > size:
                 raise struct.error("a string is longer than the file")
-            found.append(data[start:at].decode())
+            found.append(data[start:at].decode("utf-8", errors))
         self.at = at
         return found
 
-    def value(self, path: Path, kind: int) -> Any:
+    def value(self, path: Path, kind: int, *, errors: str) -> Any:
         if kind == GGUFValueType.STRING:
-            return self.text()
+            return self.text(errors)
         if kind == GGUFValueType.ARRAY:
-            return self._array(path, *self.take("<IQ"))
+            return self._array(path, *self.take("<IQ"), errors=errors)
         if kind not in _SCALARS:
             raise GgufError(path, f"its metadata has a value of type {kind}, which the format does not have")
         return self.take(_SCALARS[GGUFValueType(kind)])[0]
 
-    def _array(self, path: Path, kind: int, count: int) -> list[Any]:
+    def _array(self, path: Path, kind: int, count: int, *, errors: str) -> list[Any]:
         if kind == GGUFValueType.STRING:
-            return self._texts(count)
+            return self._texts(count, errors)
         if kind not in _SCALARS:
             raise GgufError(path, f"its metadata has an array of type {kind}, which is not read")
         form = _SCALARS[GGUFValueType(kind)]

@@ -6,6 +6,7 @@ in the order of these scores. It is written if its merges are all those that fol
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,18 +47,29 @@ def tokenizer_metadata(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
     for i, one in added.items():
         types[i] = TokenType.CONTROL if one["special"] else TokenType.USER_DEFINED
     texts = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
-    ids, template = tokenizer("a").input_ids, tokenizer.chat_template
+    ids = tokenizer("a").input_ids
     own = _sentencepiece(state, texts, types) if model.get("byte_fallback") else _byte_level(state)
-    return own | {
-        "tokenizer.ggml.tokens": texts,
-        "tokenizer.ggml.token_type": [int(one) for one in types],
-        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
-        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
-        "tokenizer.ggml.padding_token_id": tokenizer.pad_token_id,
-        "tokenizer.ggml.add_bos_token": bool(ids) and ids[0] == tokenizer.bos_token_id,
-        "tokenizer.ggml.add_eos_token": bool(ids) and ids[-1] == tokenizer.eos_token_id,
-        "tokenizer.chat_template": template if isinstance(template, str) else None,
-    }
+    return (
+        own
+        | {
+            "tokenizer.ggml.tokens": texts,
+            "tokenizer.ggml.token_type": [int(one) for one in types],
+            "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
+            "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+            "tokenizer.ggml.padding_token_id": tokenizer.pad_token_id,
+            "tokenizer.ggml.add_bos_token": bool(ids) and ids[0] == tokenizer.bos_token_id,
+            "tokenizer.ggml.add_eos_token": bool(ids) and ids[-1] == tokenizer.eos_token_id,
+        }
+        | _templates(tokenizer.chat_template)
+    )
+
+
+def _templates(given: Any) -> dict[str, Any]:
+    """Return the chat template, or several by their names."""
+    templates = given if isinstance(given, Mapping) else {"default": given}
+    named = {re.sub("[^A-Za-z0-9]", "_", name): text for name, text in templates.items() if name != "default"}
+    keys = {f"tokenizer.chat_template.{name}": text for name, text in named.items()}
+    return {"tokenizer.chat_template": templates.get("default"), "tokenizer.chat_templates": list(named) or None} | keys
 
 
 def _byte_level(state: Mapping[str, Any]) -> dict[str, Any]:

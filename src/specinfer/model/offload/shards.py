@@ -5,6 +5,7 @@ place, and the data.
 """
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,9 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+_WHOLE = "model.safetensors"
+_INDEX = re.compile(r".+\.safetensors\.index(\.\w+)?\.json")  # also of another precision, such as fp16
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 _LARGE = 2**16
 _MAX_HEADER = 100 * 10**6  # as in the format's own reader
 
@@ -155,20 +159,56 @@ class Shards:
 
 
 def has_safetensors(folder: Path) -> bool:
-    """Return whether transformers can read the folder's weights by itself."""
+    """Return whether the folder's weights are safetensors with the tensors of the model, which are not quantized."""
     return weights_file(folder) is None and not is_quantized(folder)
 
 
+def has_usual_names(folder: Path) -> bool:
+    """Return whether transformers finds the folder's safetensors by their names."""
+    return (folder / _WHOLE).is_file() or (folder / f"{_WHOLE}.index.json").is_file()
+
+
 def weight_paths(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder: the only one, or those that the index names."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return [whole]
+    """Return the safetensors files of a folder: the usual one, those that the index names, or the only ones.
+
+    Raises:
+        ModelError: The folder has none, several of which any may be meant, or not all that the index or their names
+            ask for.
+    """
+    if (folder / _WHOLE).is_file():
+        return [folder / _WHOLE]
+    names = sorted(path.name for path in folder.iterdir())
+    indexes = [name for name in names if _INDEX.fullmatch(name)]
+    usual = [name for name in indexes if name == f"{_WHOLE}.index.json"]
+    if len(found := usual or indexes) == 1:
+        return _present([folder / name for name in _indexed(folder / found[0])], "the index names it")
+    files = [name for name in names if name.endswith(".safetensors")]
+    if part := _PART.fullmatch(files[0]) if files else None:
+        parts = [f"{part[1]}-{i:05d}-of-{part[2]}.safetensors" for i in range(1, int(part[2]) + 1)]
+        if set(files) <= set(parts):
+            return _present([folder / name for name in parts], "the other parts are there")
+    if len(files) != 1:
+        what = f"several files of weights, {', '.join(files[:3])}, and no index" if files else "no safetensors files"
+        raise ModelError(f"model: {folder} has {what}; leave one, or name it {_WHOLE}")
+    return [folder / files[0]]
+
+
+def _indexed(index: Path) -> list[str]:
+    """Return the names of the files in an index, without folders."""
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = {Path(name).name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"model: {index} cannot be used to find the weights: {error}") from error
-    return [folder / name for name in sorted(names)]
+        raise ModelError(f"model: {index} is damaged; fetch the model again") from error
+    if not names:
+        raise ModelError(f"model: {index} names no files; fetch the model again")
+    return sorted(names)
+
+
+def _present(files: list[Path], why: str) -> list[Path]:
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"model: {file} is missing, though {why}; fetch the model again")
+    return files
 
 
 def _sources(file: DirectFile) -> dict[str, Source]:
