@@ -1,7 +1,7 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's API. A request is served as a chat completion.
 
-Fields that Anthropic's API does not have are those of chat completions. Thoughts are not separated from the text, so
-`thinking` only has an effect if it is disabled and the chat template can leave thoughts out.
+Fields that Anthropic's API does not have are those of chat completions. Tools that Anthropic runs, and what only its
+own service can do, are left out and named in the header of ignored fields.
 """
 
 import re
@@ -12,29 +12,25 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from specinfer.core.errors import RequestError, reworded
-from specinfer.inputs.chat.messages import MAX_MESSAGES
+from specinfer.core.errors import ContextLengthError, RequestError, reworded
+from specinfer.inputs.prompts import PromptReader
 from specinfer.server.anthropic_blocks import MessageBlocks
+from specinfer.server.anthropic_messages import add_messages
 from specinfer.server.call import Call
 from specinfer.server.chat import queue_conversation, read_conversation
 from specinfer.server.disconnect import until_disconnect
-from specinfer.server.field_checks import check_spelling
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.protocol import USE_CHAT, ChatFields, Objects, Text, as_fields, check_single
 from specinfer.server.responses_fields import Conversation
 from specinfer.server.state import state_of
+from specinfer.server.thinking import thinking_fields
 
 router = APIRouter(route_class=ParsedRoute)
-_REFUSED = {
-    "container": "nothing is run here; leave it out",
-    "logprobs": USE_CHAT,
-    "mcp_servers": "no other server is called; run the tools in your program and send tool_result blocks",
-    "top_logprobs": USE_CHAT,
-}
+_REFUSED = {"logprobs": USE_CHAT, "top_logprobs": USE_CHAT}
 _SAME = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k"}
-_DROPPED = ("thinking", "redacted_thinking")  # blocks of earlier answers that the model does not read again
-_MAX_BLOCKS = 4 * MAX_MESSAGES
+_OF_CLIENTS = (None, "custom", "function")  # types of tools that are not defined by Anthropic
+_TOOL_FIELDS = {"description", "input_schema", "name", "strict", "type"}
 _SYSTEM = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
 # Names of chat completions that errors begin with, and their names here.
 _NAMES = (
@@ -63,7 +59,7 @@ class CountFields(BaseModel):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
-    def as_chat(self, conversation: Conversation, chat_template: str | None) -> ChatFields:
+    def as_chat(self, conversation: Conversation, reader: PromptReader) -> ChatFields:
         """Return the request as one for a chat completion, whose messages are also in `conversation`.
 
         Raises:
@@ -71,33 +67,39 @@ class CountFields(BaseModel):
             RequestValidationError: A field of chat completions has a wrong value.
         """
         extra = self.model_extra or {}
-        check_spelling(set(extra) - set(ChatFields.model_fields), type(self).model_fields)
-        _read_messages(self, conversation)
+        add_messages(conversation, self.system, self.messages)
         same = self.model_dump(include=set(type(self).model_fields) & _SAME, exclude_none=True)
         fields = {"stop": self.stop_sequences} | extra | same | {"messages": conversation.messages}
+        if same.get("max_tokens") == 0:
+            fields["max_tokens"] = 1  # the engine generates at least one token, which is not shown
         if self.tools:
-            fields["tools"] = [_chat_tool(i, tool) for i, tool in enumerate(self.tools)]
+            fields |= {"tools": list(map(_chat_tool, self.tools))} | dict.fromkeys(_ignored_of(self.tools), True)
         if self.tool_choice is not None:
             fields |= _chat_choice(self.tool_choice)
-        if (self.thinking or {}).get("type") == "disabled":
-            if "enable_thinking" in (chat_template or ""):
-                fields["chat_template_kwargs"] = {"enable_thinking": False} | (extra.get("chat_template_kwargs") or {})
-        else:
-            fields["thinking"] = self.thinking  # named among the ignored fields
         config = self.output_config or {}
         if config.get("format") is not None:
             fields["response_format"] = _chat_format(config["format"])
-        if isinstance(config.get("effort"), str):
-            fields["reasoning_effort"] = config["effort"]
+        fields |= self._thinking(reader, config.get("effort"), extra.get("chat_template_kwargs"))
         if conversation.messages and conversation.messages[-1].get("role") == "assistant":  # the answer continues it
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         return as_fields(ChatFields, fields)
+
+    def _thinking(self, reader: PromptReader, effort: Any, kwargs: Any) -> dict[str, Any]:
+        asked = self.thinking or {}
+        is_on = {"enabled": True, "adaptive": True, "disabled": False}.get(str(asked.get("type")))
+        effort = effort if isinstance(effort, str) else None
+        fields = thinking_fields(reader.chat_template or "", is_on, effort, kwargs)
+        if reader.reasoning_of(()) is None:
+            return fields | ({} if is_on is False else {"thinking": self.thinking})  # named among the ignored fields
+        if is_on and isinstance(asked.get("budget_tokens"), int):
+            fields["thinking_token_budget"] = asked["budget_tokens"]
+        return fields | {"thinking.display": asked.get("display") == "omitted" or None}
 
 
 class MessagesFields(CountFields):
     """The body of a request to /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Annotated[int, Field(ge=0)]
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -110,7 +112,8 @@ async def create_message(fields: MessagesFields, request: Request) -> Response:
     chat, conversation = _as_chat(fields, request)
     headers = chat.check()
     call = Call.of(request, chat)
-    return await respond(request, _begin(call, chat, conversation), headers | {"request-id": call.name})
+    work = _begin(call, chat, conversation, fields.max_tokens)
+    return await respond(request, work, headers | {"request-id": call.name})
 
 
 @router.post("/v1/messages/count_tokens")
@@ -128,27 +131,34 @@ async def count_tokens(fields: CountFields, request: Request) -> dict[str, int]:
 
 def _as_chat(fields: CountFields, request: Request) -> tuple[ChatFields, Conversation]:
     conversation = Conversation("messages")
-    chat = fields.as_chat(conversation, state_of(request).engine.llm.reader.chat_template)
+    chat = fields.as_chat(conversation, state_of(request).engine.llm.reader)
     check_single(chat, _REFUSED)
     return chat, conversation
 
 
-async def _begin(call: Call, fields: ChatFields, conversation: Conversation) -> ItemsResponse:
+async def _begin(call: Call, fields: ChatFields, conversation: Conversation, max_tokens: int) -> ItemsResponse:
     """Read a conversation and queue it.
 
     Raises:
         RequestError: The conversation cannot be served.
         QueueFullError: The queue has no room for it.
     """
+    llm = call.state.engine.llm
     read, generation = await queue_conversation(
-        call, lambda: read_conversation(call.state.engine.llm, fields), lambda error: _named(error, conversation)
+        call, lambda: read_conversation(llm, fields), lambda error: _named(error, conversation)
     )
     head = {"id": f"msg_{call.name}", "type": "message", "role": "assistant", "model": call.model}
-    return ItemsResponse(fields, generation, MessageBlocks(head, generation, fields.max_tokens), read.plan.parser())
+    is_off = False in (fields.chat_template_kwargs or {}).values()
+    thinks = llm.reader.reasoning_of(read.ids) is not None and not is_off
+    blocks = MessageBlocks(head, generation, max_tokens, thinks=thinks)
+    return ItemsResponse(fields, generation, blocks, read.plan.parser())
 
 
 def _named(error: RequestError, conversation: Conversation) -> RequestError:
-    """Return an error with the names of this API's fields."""
+    """Return an error with the names of this API's fields, or in its words."""
+    if isinstance(error, ContextLengthError):
+        maximum = min(error.max_model_len, error.num_tokens - 1)
+        return reworded(error, f"prompt is too long: {error.num_tokens} tokens > {maximum} maximum")
     message = str(conversation.named(error))
     for pattern, name in _NAMES:
         message = re.sub(pattern, name, message)
@@ -158,46 +168,17 @@ def _named(error: RequestError, conversation: Conversation) -> RequestError:
 # -------------------------------------------------------------------------------------- reading
 
 
-def _read_messages(fields: CountFields, conversation: Conversation) -> None:
-    # It runs in the event loop: what takes long to convert is refused first.
-    num_blocks = sum(len(content) for one in fields.messages if isinstance(content := one.get("content"), list))
-    if num_blocks > _MAX_BLOCKS:
-        raise RequestError(f"messages: {num_blocks} blocks of content are too many; send at most {_MAX_BLOCKS}")
-    if fields.system:
-        conversation.add({"role": "system", "content": fields.system}, "system")
-    for i, message in enumerate(fields.messages):
-        place, role, content = f"messages[{i}]", message.get("role"), message.get("content")
-        if not isinstance(content, list):
-            conversation.add(message, place)
-            continue
-        if not content and role != "assistant":
-            raise RequestError(f"{place}.content: empty; give text, or at least one block")
-        texts: list[Any] = []
-        num_before = len(conversation.messages)
-        for j, block in enumerate(content):
-            kind = block.get("type") if isinstance(block, dict) else None
-            if kind == "tool_result" and role == "user":
-                answer = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content", "")}
-                conversation.add(answer, f"{place}.content[{j}]")
-            elif kind == "tool_use" and role == "assistant":
-                if len(conversation.messages) == num_before:
-                    conversation.add({"role": "assistant", "content": texts}, place)
-                function = {"name": block.get("name"), "arguments": block.get("input")}
-                call = {"id": block.get("id"), "type": "function", "function": function}
-                conversation.add_call(call, f"{place}.content[{j}]")
-            elif kind == "text":
-                texts.append(block)
-            elif kind not in _DROPPED:
-                raise RequestError(f"{place}.content[{j}].type: only text and tools are served, not {kind!r:.60}")
-        if texts and (role != "assistant" or len(conversation.messages) == num_before):
-            conversation.add(message | {"content": texts}, place)
-
-
-def _chat_tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise RequestError(f"tools[{i}].type: no tools are run here, only custom ones; not {tool['type']!r:.60}")
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool in the format of chat completions; one that Anthropic defines has only its type."""
+    if tool.get("type") not in _OF_CLIENTS:
+        return {"type": tool["type"]}
     function = {key: tool.get(key) for key in ("name", "description", "strict")}
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
+
+
+def _ignored_of(tools: list[dict[str, Any]]) -> set[str]:
+    keys = {key for tool in tools if tool.get("type") in _OF_CLIENTS for key in tool.keys() - _TOOL_FIELDS}
+    return {f"tools.{key}" for key in keys}
 
 
 def _chat_choice(choice: Mapping[str, Any]) -> dict[str, Any]:

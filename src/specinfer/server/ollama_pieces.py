@@ -25,12 +25,16 @@ class Pieces:
 
     def __init__(self, model: str, kind: str, generation: Generation, texts: TokenTexts | None, count: int) -> None:
         self._model, self._kind, self._generation, self._texts, self._count = model, kind, generation, texts, count
-        self._content, self._calls, self._logprobs = "", list[dict[str, Any]](), list[dict[str, Any]]()
+        self._content, self._thinking = "", ""
+        self._calls, self._logprobs = list[dict[str, Any]](), list[dict[str, Any]]()
         self._call: tuple[OutputDelta, list[str]] | None = None  # the call that is being generated
         self._end: dict[str, Any] = {}
 
     def begin(self) -> list[dict[str, Any]]:
         return []
+
+    def wait(self) -> list[dict[str, Any]]:
+        return [self._piece("", "", [], []) | {"done": False}]
 
     def push(self, deltas: Sequence[OutputDelta], chunk: TextChunk) -> list[dict[str, Any]]:
         calls = []
@@ -43,13 +47,16 @@ class Pieces:
                 self._call[1].append(delta.arguments)
         if chunk.finish_reason is not None:
             calls += self._close()
-        text, logprobs = "".join(delta.content for delta in deltas), []
+        text, thinking = "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)
+        logprobs = []
         if self._texts is not None and chunk.logprobs is not None:
             logprobs = chat_logprobs(chunk.token_ids, chunk.logprobs, self._count, (), self._texts)["content"]
         self._content += text
+        self._thinking += thinking
         self._calls += calls
         self._logprobs += logprobs
-        return [self._piece(text, calls, logprobs) | {"done": False}] if text or calls or logprobs else []
+        has_news = text or thinking or calls or logprobs
+        return [self._piece(text, thinking, calls, logprobs) | {"done": False}] if has_news else []
 
     def finish(self, chunk: TextChunk) -> list[dict[str, Any]]:
         request = self._generation.requests[0]
@@ -66,20 +73,24 @@ class Pieces:
             "eval_duration": _nanoseconds(end - (first or end)),
             "metrics": metrics_of([self._generation]),
         }
-        return [self._piece("", [], []) | self._end]
+        return [self._piece("", "", [], []) | self._end]
 
     def fail(self, error: ApiError) -> list[dict[str, Any]]:
         return [OLLAMA.error(error)]
 
     def whole(self) -> dict[str, Any]:
-        return self._piece(self._content, self._calls, self._logprobs) | self._end
+        return self._piece(self._content, self._thinking, self._calls, self._logprobs) | self._end
 
-    def _piece(self, text: str, calls: list[dict[str, Any]], logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _piece(
+        self, text: str, thinking: str, calls: list[dict[str, Any]], logprobs: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        thoughts = {"thinking": thinking} if thinking else {}
         piece: dict[str, Any] = {"model": self._model, "created_at": now()}
         if self._kind == "response":
-            piece["response"] = text
+            piece |= {"response": text, **thoughts}
         else:
-            piece["message"] = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+            piece["message"] = {"role": "assistant", "content": text, **thoughts}
+            piece["message"] |= {"tool_calls": calls} if calls else {}
         return piece | ({"logprobs": logprobs} if logprobs else {})
 
     def _close(self) -> list[dict[str, Any]]:

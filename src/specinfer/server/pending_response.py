@@ -41,6 +41,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
     },
 }
+_SILENCE = 30.0  # seconds without an event after which a client may need more than a ping
 _FINGERPRINT = f"specinfer-{specinfer.__version__}"
 
 
@@ -175,8 +176,12 @@ class Items(Protocol):
 
     def begin(self) -> Sequence[Event]: ...
 
+    def wait(self) -> Sequence[Event]:
+        """Return an event without content, for clients that give up on streams without events."""
+        ...
+
     def push(self, deltas: Sequence[OutputDelta], chunk: TextChunk) -> Sequence[Event]:
-        """Add a chunk, which was parsed into these pieces of text and calls."""
+        """Add a chunk, which was parsed into these pieces of thoughts, text and calls."""
         ...
 
     def finish(self, chunk: TextChunk) -> Sequence[Event]:
@@ -219,24 +224,25 @@ class ItemsResponse:
         """Yield the response's events as they come, or None when nothing has come for a while."""
         for event in self.items.begin():
             yield event
-        interval = self.fields.stream_interval or config.stream_interval
+        interval, last = self.fields.stream_interval or config.stream_interval, time.monotonic()
         try:
             async for found in chunks_of([self.generation], config.ping_seconds, interval):
-                if found is None:
+                if found is None and time.monotonic() - last < _SILENCE:
                     yield None
                     continue
-                chunk = found[1]
-                for event in self.items.push(deltas_of(self.parser, chunk), chunk):
+                last = time.monotonic()
+                for event in self.items.wait() if found is None else self._events_of(found[1]):
                     yield event
-                if chunk.finish_reason is not None:
-                    for event in self.items.finish(chunk):
-                        yield event
         except Exception as error:  # the status code has been sent by now
             api_error = as_api_error(error)
             if api_error.status == 500:
                 logger.error("a stream ended with an error", exc_info=error)
             for event in self.items.fail(api_error):
                 yield event
+
+    def _events_of(self, chunk: TextChunk) -> list[Event]:
+        events = list(self.items.push(deltas_of(self.parser, chunk), chunk))
+        return events if chunk.finish_reason is None else events + list(self.items.finish(chunk))
 
 
 def deltas_of(parser: Parser, chunk: TextChunk) -> list[OutputDelta]:

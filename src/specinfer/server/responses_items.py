@@ -34,6 +34,9 @@ class ResponseItems:
     def begin(self) -> list[Event]:
         return [self._state("response.created"), self._state("response.in_progress")]
 
+    def wait(self) -> list[Event]:
+        return [self._state("response.in_progress")]
+
     def push(self, deltas: Sequence[OutputDelta], chunk: TextChunk) -> list[Event]:
         """Add more of the response and return its events."""
         events: list[Event] = []

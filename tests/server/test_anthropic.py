@@ -1,0 +1,345 @@
+"""What clients of Anthropic's API send: blocks of all kinds, tools of all kinds, and thoughts."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from scripted_target import TEMPLATES, scripted
+from serving import served_on_port, slow_steps
+from specinfer import LLM
+from specinfer.core.outputs import TextChunk
+from specinfer.inputs.formats.parser import OutputDelta
+from specinfer.server import pending_response
+from specinfer.server.anthropic_blocks import MessageBlocks
+from specinfer.server.protocol import IGNORED_HEADER
+from tiny import make_request
+
+USER = {"role": "user", "content": "Hi."}
+TOOL = {"name": "read", "description": "Reads.", "input_schema": {"type": "object", "properties": {}}}
+USE = {"type": "tool_use", "id": "a", "name": "read", "input": {"x": 1}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+NOTE = "[image: not shown, this model reads text only]"
+
+
+class Server:
+    """A server whose answers are written beforehand."""
+
+    def __init__(self, llm: LLM, url: str) -> None:
+        self.llm, self.client = llm, httpx.Client(base_url=url, timeout=60)
+
+    def close(self) -> None:
+        self.client.close()
+
+    def post(self, path: str = "/v1/messages", **body: Any) -> httpx.Response:
+        limit = {} if path.endswith("count_tokens") else {"max_tokens": 4}
+        return self.client.post(path, json={"model": "tiny", "messages": [USER], **limit, **body})
+
+    def prompt(self, **body: Any) -> str:
+        """The prompt of a request, which is served."""
+        answer = self.post(**body)
+        assert answer.status_code == 200, answer.text
+        return str(self.llm.script.prompts[-1])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with (
+        scripted(["Fine."], template=TEMPLATES["thinking"], max_len=2048) as llm,
+        served_on_port(llm) as url,
+        closing(Server(llm, url)) as made,
+    ):
+        yield made
+
+
+def _turn(*blocks: Any, role: str = "assistant") -> list[Any]:
+    return [USER, {"role": role, "content": list(blocks)}, USER]
+
+
+def _result(content: Any, **more: Any) -> list[Any]:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content, **more}
+    return [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
+
+
+def test_a_system_block_that_differs_in_each_session_is_dropped(server: Server) -> None:
+    text = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
+    headers = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.{i}; cch={i};"} for i in range(2)]
+    prompts = {server.prompt(system=[header, text]) for header in headers}
+    assert prompts == {server.prompt(system=[text])} == {server.prompt(system="Be brief.")}
+    assert server.prompt(system=headers) == server.prompt()
+
+
+@pytest.mark.parametrize(
+    ("content", "seen"),
+    [
+        (None, "<tool_response>\n\n</tool_response>"),
+        ([], "<tool_response>\n\n</tool_response>"),
+        ("sunny", "<tool_response>\nsunny\n"),
+        ({"type": "text", "text": "sunny"}, "<tool_response>\nsunny\n"),
+        ({"temperature": 20}, "<tool_response>\ntemperature: 20\n"),
+        (["sunny", {"type": "text", "text": "warm"}], "<tool_response>\nsunny\nwarm\n"),
+        ([IMAGE, {"type": "text", "text": "a"}], f"<tool_response>\n{NOTE}\na\n"),
+        ([{"type": "tool_reference", "tool_name": "grep"}], "<tool_response>\ngrep\n"),
+        (
+            [{"type": "search_result", "title": "T", "source": "http://a", "content": [{"type": "text", "text": "b"}]}],
+            "<tool_response>\nT\nhttp://a\nb\n",
+        ),
+        (
+            [{"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "b"}}],
+            "<tool_response>\n",
+        ),
+        (
+            [{"type": "document", "source": {"type": "url", "url": "http://a/b.pdf"}}],
+            "<tool_response>\n[document: not shown, this model reads text only]\n",
+        ),
+    ],
+)
+def test_results_of_tools_are_the_text_that_they_have(server: Server, content: Any, seen: str) -> None:
+    assert seen in server.prompt(messages=_result(content))
+
+
+def test_a_result_without_content_is_served(server: Server) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a"}
+    turns = [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
+    assert server.prompt(messages=turns) == server.prompt(messages=_result(""))
+
+
+def test_tools_that_a_service_ran_are_calls_and_results_in_the_history(server: Server) -> None:
+    found = {
+        "type": "web_search_result",
+        "title": "Rome",
+        "url": "http://a",
+        "encrypted_content": "x",
+        "page_age": None,
+    }
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "rome"}}
+    prompt = server.prompt(
+        messages=_turn(
+            {"type": "text", "text": "Looking."},
+            search,
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": [found]},
+            {"type": "text", "text": "It is sunny."},
+        )
+    )
+    assert 'Looking.<tool_call>\n{"name": "web_search", "arguments": {"query": "rome"}}' in prompt
+    assert "<tool_response>\nRome\nurl: http://a\n</tool_response>" in prompt
+    assert "assistant\nIt is sunny.<|im_end|>" in prompt
+    output = {"type": "code_execution_result", "stdout": "42", "stderr": "", "return_code": 0, "content": []}
+    for kind, content, seen in (
+        ("mcp_tool_result", [{"type": "text", "text": "b"}], "\nb\n"),
+        ("code_execution_tool_result", output, "\nstdout: 42\nreturn_code: 0\n"),
+        ("web_fetch_tool_result", {"type": "web_fetch_tool_result_error", "error_code": "gone"}, "error_code: gone"),
+    ):
+        use = {"type": kind.replace("result", "use"), "id": "s", "name": "run", "input": None}
+        prompt = server.prompt(messages=_turn(use, {"type": kind, "tool_use_id": "s", "content": content}))
+        assert '"name": "run", "arguments": {}' in prompt
+        assert seen in prompt
+
+
+@pytest.mark.parametrize(
+    ("block", "seen"),
+    [
+        ({"type": "compaction", "content": "We spoke of Rome."}, "We spoke of Rome."),
+        ({"type": "fallback_text", "text": "a"}, "\na<|im_end|>"),
+        ({"type": "container_upload", "file_id": "f"}, "[container_upload: not shown, this model reads text only]"),
+        ({"type": "redacted_thinking", "data": "x"}, "assistant\n<|im_end|>"),
+        ("plain text", "plain text"),
+    ],
+)
+def test_other_blocks_of_the_history_are_text_or_a_note(server: Server, block: Any, seen: str) -> None:
+    assert seen in server.prompt(messages=_turn(block))
+
+
+def test_an_image_is_refused_in_the_newest_message_of_the_user_only(server: Server) -> None:
+    text = {"type": "text", "text": "What is it?"}
+    assert f"{NOTE}\nWhat is it?" in server.prompt(messages=_turn(IMAGE, text, role="user"))
+    for block, kind in (
+        (IMAGE, "image"),
+        ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}, "document"),
+        ({"type": "image_url", "image_url": {"url": "http://a"}}, "image_url"),
+    ):
+        answer = server.post(messages=[{"role": "user", "content": [text, block]}])
+        assert answer.status_code == 400
+        assert f"messages[0].content[1].type: only text is served, not '{kind}'" in answer.json()["error"]["message"]
+
+
+def test_what_the_server_sent_is_accepted_back_with_other_fields(server: Server) -> None:
+    answer = server.post().json()
+    assert server.post(messages=[USER, answer, USER]).status_code == 200
+    cut = {"type": "tool_use", "id": "a", "name": "read", "input": None}
+    assert server.prompt(messages=_turn(cut)) == server.prompt(messages=_turn(cut | {"input": {}}))
+    assert server.prompt(messages=[{"role": "user", "content": {"type": "text", "text": "Hi."}}]) == server.prompt()
+
+
+def test_tools_of_the_service_and_hints_are_left_out_and_named(server: Server) -> None:
+    hosted = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "mcp_toolset", "mcp_server_name": "a"},
+    ]
+    hints = {"defer_loading": True, "allowed_callers": ["direct"], "cache_control": {"type": "ephemeral"},
+             "input_examples": [{}], "eager_input_streaming": True}  # fmt: skip
+    plain = server.prompt(tools=[TOOL])
+    answer = server.post(tools=[*hosted, TOOL | hints | {"type": "custom"}], mcp_servers=[{}], container="c")
+    assert answer.status_code == 200, answer.text
+    assert server.llm.script.prompts[-1] == plain
+    named = answer.headers[IGNORED_HEADER].split(", ")
+    assert {"container", "mcp_servers", "tools.bash_20250124", "tools.mcp_toolset", "tools.web_search_20250305"} <= {
+        *named
+    }
+    assert {f"tools.{name}" for name in hints} <= {*named}
+    assert server.prompt(tools=hosted) == server.prompt()
+    body = {"tools": [*hosted, TOOL | hints], "messages": _result([IMAGE])}
+    assert server.post("/v1/messages/count_tokens", **body).json()["input_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", ["a" * 128, "files.read", "mcp__server__read-file"])
+def test_names_of_tools_have_the_length_of_the_api(name: str) -> None:
+    call = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+    with scripted([call], max_len=2048) as llm, served_on_port(llm) as url, closing(Server(llm, url)) as server:
+        answer = server.post(tools=[TOOL | {"name": name}], max_tokens=500).json()
+    (block,) = answer["content"]
+    assert (block["type"], block["name"], answer["stop_reason"]) == ("tool_use", name, "tool_use")
+
+
+def test_a_limit_of_zero_reads_the_prompt_for_the_cache(server: Server) -> None:
+    turns = [{"role": "user", "content": "words " * 100}]
+    answer = server.post(messages=turns, max_tokens=0).json()
+    assert (answer["content"], answer["stop_reason"], answer["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    assert server.post(messages=turns).json()["usage"]["cache_read_input_tokens"] > 50
+
+
+def test_clients_recognize_that_a_prompt_is_too_long(server: Server) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = server.post(path, messages=[{"role": "user", "content": "a, b. " * 1500}])
+        if answer.status_code == 400:
+            error = answer.json()["error"]
+            number = len(server.llm.reader.read_chat([{"role": "user", "content": "a, b. " * 1500}]))
+            assert error["type"] == "invalid_request_error"
+            assert error["message"] == f"prompt is too long: {number} tokens > 2048 maximum"
+    assert answer.status_code == 200  # tokens are counted beyond the context too
+
+
+# ------------------------------------------------------------------------------------------ thoughts
+
+
+def test_a_thought_that_is_sent_back_goes_to_the_template(server: Server) -> None:
+    thought = {"type": "thinking", "thinking": "Look it up.", "signature": "whatever"}
+    turns = [USER, {"role": "assistant", "content": [thought, USE]}, *_result("sunny")[2:]]
+    assert "<think>\nLook it up.\n</think>" in server.prompt(messages=turns)
+    empty = [USER, {"role": "assistant", "content": [thought | {"thinking": ""}, USE]}, *_result("sunny")[2:]]
+    assert server.prompt(messages=empty) == server.prompt(messages=_result("sunny"))
+
+
+@pytest.mark.parametrize(
+    ("thinking", "is_off"),
+    [
+        ({"type": "disabled"}, True),
+        ({"type": "enabled", "budget_tokens": 1024}, False),
+        ({"type": "adaptive"}, False),
+        (None, False),
+    ],
+)
+def test_thoughts_are_turned_on_and_off_where_the_template_can(server: Server, thinking: Any, is_off: bool) -> None:
+    prompt = server.prompt(thinking=thinking)
+    assert prompt.endswith("assistant\n<think>\n\n</think>\n\n" if is_off else "assistant\n")
+    assert server.prompt(thinking=thinking, chat_template_kwargs={"enable_thinking": True}).endswith("assistant\n")
+
+
+def _blocks(max_tokens: int = 50, *, thinks: bool = False) -> MessageBlocks:
+    request = make_request("a", [1, 2, 3])
+    return MessageBlocks(
+        {"id": "msg_a", "type": "message", "role": "assistant", "model": "m"},
+        SimpleNamespace(requests=[request]),
+        max_tokens,
+        thinks=thinks,
+    )
+
+
+def test_thoughts_are_blocks_with_a_signature() -> None:
+    blocks, chunk = _blocks(), TextChunk("", [], [], finish_reason="stop")
+    deltas = [OutputDelta(reasoning="Hm. "), OutputDelta(reasoning="So."), OutputDelta("Yes."),
+              OutputDelta(index=0, id="c", name="read", arguments="{}")]  # fmt: skip
+    events = [event for delta in deltas for event in blocks.push([delta], chunk)] + blocks.finish(chunk)
+    kinds = [event.get("delta", event.get("content_block", {})).get("type", event["type"]) for event in events]
+    assert kinds == [
+        "message_start",
+        "thinking", "thinking_delta", "thinking_delta", "signature_delta", "content_block_stop",
+        "text", "text_delta", "content_block_stop",
+        "tool_use", "input_json_delta", "content_block_stop",
+        "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert events[1]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    thought, text, call = blocks.whole()["content"]
+    assert thought == {"type": "thinking", "thinking": "Hm. So.", "signature": events[4]["delta"]["signature"]}
+    assert thought["signature"]
+    assert (text, call["input"]) == ({"type": "text", "text": "Yes."}, {})
+
+
+def test_the_official_client_sums_up_thoughts(server: Server) -> None:
+    from anthropic.lib.streaming._messages import accumulate_event
+    from anthropic.types import RawMessageStreamEvent
+    from pydantic import TypeAdapter
+
+    blocks, chunk = _blocks(), TextChunk("", [], [], finish_reason="stop")
+    events = [*blocks.push([OutputDelta(reasoning="Hm."), OutputDelta("Yes.")], chunk), *blocks.wait()]
+    snapshot: Any = None
+    for event in [*events, *blocks.finish(chunk)]:
+        read: Any = TypeAdapter(RawMessageStreamEvent).validate_python(event)
+        snapshot = accumulate_event(event=read, current_snapshot=snapshot, json_bufs={})
+    thought, text = snapshot.content
+    assert (thought.thinking, text.text, snapshot.stop_reason) == ("Hm.", "Yes.", "end_turn")
+    assert thought.signature == blocks.whole()["content"][0]["signature"]
+
+
+# ------------------------------------------------------------------------------------- signs of life
+
+
+def test_a_stream_that_waits_sends_events_that_count() -> None:
+    blocks, chunk = _blocks(thinks=True), TextChunk("", [], [])
+    assert [event["type"] for event in blocks.wait()] == ["message_start"]
+    assert blocks.wait()[0]["content_block"]["type"] == "thinking"
+    assert blocks.wait()[0]["delta"] == {"type": "thinking_delta", "thinking": ""}
+    blocks.push([OutputDelta(index=0, id="c", name="read")], chunk)
+    assert blocks.wait()[0]["delta"] == {"type": "input_json_delta", "partial_json": ""}
+    assert _blocks().wait()[0]["type"] == "message_start"
+    plain = _blocks()
+    plain.wait()
+    assert plain.wait()[0]["content_block"] == {"type": "text", "text": ""}
+    assert plain.wait()[0]["delta"] == {"type": "text_delta", "text": ""}
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/api/chat"])
+def test_no_stream_is_silent_for_long(server: Server, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_response, "_SILENCE", 0.0)
+    slow_steps(monkeypatch, 0.2)
+    body = {"model": "tiny", "messages": [USER], "input": "Hi.", "max_tokens": 3, "stream": True}
+    unused = {"/v1/messages": "input", "/v1/responses": "messages", "/api/chat": "input"}[path]
+    body.pop(unused)
+    if path == "/v1/responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+    with served_on_port(server.llm, ping_seconds=0.02) as url:
+        lines = httpx.post(f"{url}{path}", json=body, timeout=60).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith(("data: {", "{"))]
+    if path == "/v1/messages":
+        assert sum(event.get("delta", {}).get("text") == "" for event in events) > 3
+        assert [event["type"] for event in events].count("message_start") == 1
+    elif path == "/v1/responses":
+        assert [event["type"] for event in events].count("response.in_progress") > 3
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    else:
+        assert sum(event["message"]["content"] == "" and not event["done"] for event in events) > 3
+
+
+def test_a_message_begins_with_what_the_first_step_found_in_the_cache(server: Server) -> None:
+    turns = [{"role": "user", "content": "other words " * 60}]
+    server.post(messages=turns)
+    lines = server.post(messages=turns, stream=True).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    first, last = events[0]["message"]["usage"], events[-2]["usage"]
+    assert first["cache_read_input_tokens"] == last["cache_read_input_tokens"] > 50
+    assert first["input_tokens"] == last["input_tokens"]
