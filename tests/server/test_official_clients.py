@@ -253,7 +253,6 @@ def test_errors(clients: Clients) -> None:
     bad: Any
     for bad, name in (
         ({"tools": [{"name": "a b", "input_schema": {}}]}, r"tools\[0\]\.name"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]\.type"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [TOOL]}, r"tool_choice\.name"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]\.content\[0\]\.type"),
         ({"messages": []}, "messages"),
@@ -268,11 +267,9 @@ def test_errors(clients: Clients) -> None:
         ({"output_config": {"format": {"type": "json_schema"}}}, r"output_config\.format: must be"),
         ({"extra_body": {"temperature": -1.0}}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"extra_body": {"stop_sequence": "a"}}, "did you mean stop_sequences"),
         ({"extra_body": {"n": 2}}, "n: "),
         ({"extra_body": {"trace": True}}, "trace"),
-        ({"extra_body": {"mcp_servers": [{}]}}, "mcp_servers"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=name):
             clients.anthropic.messages.create(**{"model": "tiny", "messages": MESSAGES, "max_tokens": 1} | bad)
@@ -291,9 +288,6 @@ def test_errors_of_ollama(clients: Clients) -> None:
         next(iter(clients.ollama.generate("tiny", "a" * 4000, stream=True)))
     bad: Any
     for bad, name in (
-        ({"options": {"num_ctx": 4096}}, r"options\.num_ctx"),
-        ({"options": {"mirostat": 1}}, r"options\.mirostat"),
-        ({"options": {"temperatures": 1}}, r"options\.temperatures.*options\.temperature"),
         ({"options": {"temperature": -1}}, r"options\.temperature"),
         ({"options": {"temperature": "1"}}, r"options\.temperature"),
         ({"options": {"repeat_penalty": -1.0}}, r"options\.repeat_penalty"),
@@ -306,8 +300,6 @@ def test_errors_of_ollama(clients: Clients) -> None:
         with pytest.raises(ollama.ResponseError, match=name) as refused:
             clients.ollama.generate("tiny", **{"prompt": "a"} | bad)
         assert refused.value.status_code == 400
-    with pytest.raises(ollama.ResponseError, match="keep_alive"):
-        clients.ollama.generate("tiny", keep_alive=0)
     for refusing in (
         lambda: clients.ollama.pull("a"), lambda: clients.ollama.push("a"), lambda: clients.ollama.delete("a"),
         lambda: clients.ollama.copy("a", "b"), lambda: clients.ollama.create("a", from_="b"),

@@ -1,6 +1,6 @@
 """Filling in the middle: prompts with a prefix and a suffix, for models trained on such prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from specinfer.core.errors import RequestError
@@ -15,6 +15,11 @@ _FORMS: tuple[tuple[object, ...], ...] = (
     ("<PRE>", _PREFIX, "<SUF>", _SUFFIX, "<MID>"),
     ("[SUFFIX]", _SUFFIX, "[PREFIX]", _PREFIX),
 )
+
+
+def can_infill(tokens: Container[str]) -> bool:
+    """Return whether a model with these special tokens can fill in the middle."""
+    return any(all(part in tokens for part in form if isinstance(part, str)) for form in _FORMS)
 
 
 def infill_ids(tokenizer: Any, encode: Callable[[str], list[int]], prefix: str, suffix: str) -> list[int]:

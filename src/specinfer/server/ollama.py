@@ -9,22 +9,24 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from specinfer.core.errors import RequestError, reworded
 from specinfer.inputs.chat.messages import MAX_CALLS, MAX_MESSAGES
+from specinfer.server.anthropic_messages import NOT_SHOWN
 from specinfer.server.call import Call
 from specinfer.server.chat import ReadConversation, queue_conversation, read_conversation
 from specinfer.server.completion_prompts import read_prompt
 from specinfer.server.completions import completion_params
 from specinfer.server.errors import ApiError
-from specinfer.server.field_checks import check_spelling
 from specinfer.server.logprobs import TokenTexts
+from specinfer.server.newest_messages import read_newest
 from specinfer.server.ollama_pieces import Pieces, now
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.protocol import ChatFields, CompletionFields, Count, Objects, Text, as_fields, check_single
 from specinfer.server.state import state_of
+from specinfer.server.thinking import thinking_fields
 from specinfer.server.tools import ToolPlan
 
 router = APIRouter(route_class=ParsedRoute)
@@ -32,12 +34,8 @@ _FORMAT = {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}, {"type": "null"
 _ANY = {"anyOf": [{"type": "boolean"}, {"type": "number"}, {"type": "string"}, {"type": "null"}]}
 _REFUSED = {
     "context": "send the conversation to /api/chat",
-    "height": "no images are made",
     "images": "only text is served",
-    "steps": "no images are made",
     "template": "templates come with the model or from the operator; use raw for a prompt that is formatted already",
-    "truncate": "prompts that are too long are refused; shorten them, or use truncate_prompt_tokens",
-    "width": "no images are made",
 }
 # Names of the completion endpoints that errors begin with, and their names here.
 _NAMES = {
@@ -51,53 +49,43 @@ _NAMES = {
 }
 
 
+def _whole(given: Any) -> Any:
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]  # Ollama takes 5.0 for 5
+
+
 class Options(BaseModel):
     """The `options` of a request. Those about the loading of models have no effect."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     top_p: float | None = None
     min_p: float | None = None
-    seed: int | None = None
-    num_predict: int | None = None
+    seed: Whole | None = None
+    num_predict: Whole | None = None
     stop: Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    num_ctx: int | None = None
-    mirostat: int | None = None
-    tfs_z: float | None = None
-    typical_p: float | None = None
 
-    def as_fields(self, max_model_len: int) -> dict[str, Any]:
-        """Return the options as fields of the completion endpoints.
-
-        Raises:
-            ApiError: An option cannot be served.
-        """
-        check_spelling(set(self.model_extra or ()) - _WITHOUT_EFFECT, type(self).model_fields, "options.")
-        for name, off in (("mirostat", (None, 0)), ("tfs_z", (None, 0, 1)), ("typical_p", (None, 0, 1))):
-            if getattr(self, name) not in off:
-                raise _refusal(f"options.{name}", "use temperature, top_k, top_p or min_p")
-        if self.num_ctx is not None and self.num_ctx > max_model_len:
-            raise _refusal("options.num_ctx", f"the context has {max_model_len} tokens (--max-model-len)")
+    def as_fields(self) -> dict[str, Any]:
+        """Return the options as fields of the completion endpoints."""
         same = {"temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"}
         fields = self.model_dump(include=same, exclude_none=True) | {"repetition_penalty": self.repeat_penalty}
         is_limited = self.num_predict is not None and self.num_predict > 0  # others: until the context is full
-        ignored = set(self.model_extra or ()) - _WITHOUT_EFFECT
-        return (
-            fields
-            | {f"options.{name}": True for name in ignored}
-            | {"max_tokens": self.num_predict if is_limited else None}
-        )
+        others = {f"options.{name}": value for name, value in (self.model_extra or {}).items()}
+        ignored = {name: value for name, value in others.items() if name.partition(".")[2] not in _WITHOUT_EFFECT}
+        return fields | ignored | {"max_tokens": self.num_predict if is_limited else None}
 
 
 _WITHOUT_EFFECT = {
     "draft_num_predict", "f16_kv", "embedding_only", "logits_all", "low_vram", "main_gpu", "mirostat_eta",
-    "mirostat_tau", "num_batch", "num_gpu", "num_keep", "num_thread", "numa", "penalize_newline", "repeat_last_n",
-    "use_mlock", "use_mmap", "vocab_only",
+    "mirostat_tau", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "penalize_newline",
+    "repeat_last_n", "use_mlock", "use_mmap", "vocab_only",
 }  # fmt: skip
 
 
@@ -112,6 +100,7 @@ class OllamaFields(BaseModel):
     options: Options | None = None
     keep_alive: Annotated[Any, WithJsonSchema(_ANY)] = None
     think: Annotated[Any, WithJsonSchema(_ANY)] = None
+    truncate: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
 
@@ -122,27 +111,22 @@ class OllamaFields(BaseModel):
             ApiError: A field cannot be served.
         """
         extra = self.model_extra or {}
-        known = set(ChatFields.model_fields) | set(CompletionFields.model_fields)
-        check_spelling(set(extra) - known - set(_REFUSED) - {"shift"}, type(self).model_fields)
         for name, remedy in _REFUSED.items():
-            if getattr(self, name, None) or extra.get(name):
+            if extra.get(name):
                 raise _refusal(name, remedy)
-        state = state_of(request)
         fields = {name: value for name, value in extra.items() if name not in _REFUSED}
-        fields |= (self.options or Options()).as_fields(state.engine.llm.max_model_len)
+        fields |= (self.options or Options()).as_fields()
         if self.format not in (None, ""):
             fields["response_format"] = _as_format(self.format)
         return fields | {"stream": self.stream is not False, "model": served_name(request, self.model)}
 
     def as_chat(self, request: Request, messages: list[dict[str, Any]], tools: Any = None) -> ChatFields:
+        reader, effort = state_of(request).engine.llm.reader, self.think if isinstance(self.think, str) else None
+        is_on = None if self.think is None else bool(self.think)
         fields = self.shared(request) | {"messages": messages, "tools": tools}
-        template = state_of(request).engine.llm.reader.chat_template or ""
-        if isinstance(self.think, str):
-            fields["reasoning_effort"] = self.think
-        elif self.think is False and "enable_thinking" in template:
-            fields["chat_template_kwargs"] = {"enable_thinking": False}
-        elif self.think:
-            fields["think"] = self.think  # named among the ignored fields: thoughts stay in the text
+        fields |= thinking_fields(reader.chat_template or "", is_on, effort, fields.get("chat_template_kwargs"))
+        if is_on and reader.reasoning_of(()) is None:
+            fields["think"] = self.think  # named among the ignored fields
         return as_fields(ChatFields, fields | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs})
 
 
@@ -210,7 +194,7 @@ async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | Completio
 
     def read() -> ReadConversation:
         if isinstance(asked, ChatFields):
-            return read_conversation(engine.llm, asked)
+            return read_conversation(engine.llm, asked) if fields.truncate is False else read_newest(engine.llm, asked)
         params = completion_params(asked, engine.llm, asked.max_tokens)
         prompt = read_prompt(engine.llm, asked.prompt, asked, params)
         return ReadConversation(prompt.ids, prompt.params, ToolPlan())
@@ -243,12 +227,11 @@ def served_name(request: Request, name: str | None) -> str | None:
 
 
 def _loaded(request: Request, fields: OllamaFields, empty: dict[str, Any]) -> Response:
-    """Answer a request without a prompt, which would load the model or remove it from memory."""
+    """Answer a request without a prompt, which would load the model or remove it from memory: it stays loaded."""
     name = served_name(request, fields.model)
-    if fields.keep_alive in (0, "0", "0s"):
-        raise _refusal("keep_alive", "the model stays loaded as long as the server runs; stop the server instead")
     head = {"model": fields.model or name or state_of(request).names[0], "created_at": now()}
-    return JSONResponse(head | empty | {"done": True, "done_reason": "load"})
+    is_over = re.fullmatch(r"(0+(\.0*)?[a-z]*)+", str(fields.keep_alive)) is not None
+    return JSONResponse(head | empty | {"done": True, "done_reason": "unload" if is_over else "load"})
 
 
 def _as_format(given: Any) -> dict[str, Any]:
@@ -267,18 +250,38 @@ def _chat_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if len(given) > MAX_MESSAGES:
         raise RequestError(f"messages: {len(given)} are too many; send at most {MAX_MESSAGES}")
     messages: list[dict[str, Any]] = []
-    waiting: list[str] = []
+    waiting: list[tuple[str, Any]] = []  # ids and names of calls that have no result yet
     for i, message in enumerate(given):
-        if message.get("images"):
-            raise _refusal(f"messages[{i}].images", "only text is served")
         made = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
+        if message.get("thinking"):
+            made["reasoning_content"] = message["thinking"]
+        if message.get("images"):
+            if i == len(given) - 1 and message.get("role") != "tool":
+                raise _refusal(f"messages[{i}].images", "only text is served")
+            made["content"] = f"{message.get('content') or ''}\n{NOT_SHOWN.format('image')}".strip()
         calls = message.get("tool_calls")
         if isinstance(calls, list) and len(calls) > MAX_CALLS:
             raise RequestError(f"messages[{i}].tool_calls: {len(calls)} are too many; send at most {MAX_CALLS}")
         if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
-            made["tool_calls"] = [{"type": "function", "id": f"call_{i}_{j}"} | one for j, one in enumerate(calls)]
-            waiting = [str(call["id"]) for call in made["tool_calls"]]
-        if message.get("role") == "tool" and message.get("tool_call_id") is None:
-            made["tool_call_id"] = waiting.pop(0) if waiting else "call_0"
+            ids = [call.get("id") or f"call_{i}_{j}" for j, call in enumerate(calls)]
+            made["tool_calls"] = [{"type": "function"} | call | {"id": ids[j]} for j, call in enumerate(calls)]
+            waiting = list(zip(ids, map(_function_name, calls), strict=True))
+        if message.get("role") == "tool":
+            _give_id(made, message.get("tool_name"), waiting)
         messages.append(made)
     return messages
+
+
+def _function_name(call: dict[str, Any]) -> Any:
+    function = call.get("function")
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def _give_id(result: dict[str, Any], name: Any, waiting: list[tuple[str, Any]]) -> None:
+    """Complete a result: by its id or its name it belongs to a call, or else to the first one without a result."""
+    given = result.get("tool_call_id")
+    found = [call for call in waiting if (call[1] == name if given is None else call[0] == given)]
+    call = next(iter(found or (waiting if given is None else ())), (given or "call_0", name))
+    if call in waiting:
+        waiting.remove(call)
+    result |= {"tool_call_id": call[0], "name": name or call[1]}

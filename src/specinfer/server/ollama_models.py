@@ -7,16 +7,26 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 
-import specinfer
 from specinfer.hub.files import read_object
+from specinfer.llm import LLM
 from specinfer.model.gguf.folder import weights_file
 from specinfer.server.errors import ApiError
+from specinfer.server.infill import can_infill
 from specinfer.server.ollama import served_name
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.state import ServerState, state_of
 
 router = APIRouter(route_class=ParsedRoute)
+# The release of Ollama whose API this is: clients refuse older ones.
+_VERSION = "0.14.0"
 _NEVER = "9999-12-31T23:59:59Z"
+_SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_hidden_layers": "block_count",
+    "num_key_value_heads": "attention.head_count_kv",
+}
 _UNITS = (("B", 1e9), ("M", 1e6), ("K", 1e3))
 
 
@@ -31,7 +41,7 @@ class ShowFields(BaseModel):
 
 @router.get("/api/version")
 async def version() -> dict[str, str]:
-    return {"version": specinfer.__version__}
+    return {"version": _VERSION}
 
 
 @router.get("/api/tags")
@@ -61,20 +71,14 @@ async def show(fields: ShowFields, request: Request) -> dict[str, Any]:
     state = state_of(request)
     llm = state.engine.llm
     details, template = _details(state), llm.reader.chat_template
-    family = details["family"]
     defaults = llm.target.loaded.sampling_defaults
     return {
         "modelfile": f"FROM {name or state.names[0]}\n",
         "parameters": "\n".join(f"{key} {value}" for key, value in defaults.items()),
         "template": template or "",
         "details": details,
-        "model_info": {
-            "general.architecture": family,
-            "general.parameter_count": llm.target.loaded.num_parameters,
-            f"{family}.context_length": llm.max_model_len,
-            f"{family}.vocab_size": llm.target.loaded.vocab_size,
-        },
-        "capabilities": ["completion", *(["tools"] if template else [])],
+        "model_info": _model_info(llm, details["family"], name or state.names[0]),
+        "capabilities": _capabilities(llm),
         "modified_at": _time(state.started),
     }
 
@@ -102,6 +106,7 @@ def _entry(state: ServerState, name: str) -> dict[str, Any]:
         "size": loaded.num_bytes,
         "digest": hashlib.sha256(f"{state.root}\0{loaded.weights_type}".encode()).hexdigest(),
         "details": _details(state),
+        "capabilities": _capabilities(state.engine.llm),
     }
 
 
@@ -118,6 +123,31 @@ def _details(state: ServerState) -> dict[str, Any]:
         "parameter_size": f"{loaded.num_parameters / unit:.3g}{letter}",
         "quantization_level": loaded.weights_type.upper(),
     }
+
+
+def _model_info(llm: LLM, family: str, name: str) -> dict[str, Any]:
+    """Return the facts about a model under the names that they have in GGUF files."""
+    loaded = llm.target.loaded
+    config = read_object(loaded.folder / "config.json") or {}
+    sizes = {of: config[key] for key, of in _SIZES.items() if isinstance(config.get(key), int)}
+    sizes |= {"context_length": llm.max_model_len, "vocab_size": loaded.vocab_size}
+    return {
+        "general.architecture": family,
+        "general.basename": name.rpartition("/")[2],
+        "general.parameter_count": loaded.num_parameters,
+        **{f"{family}.{of}": size for of, size in sizes.items()},
+    }
+
+
+def _capabilities(llm: LLM) -> list[str]:
+    reader = llm.reader
+    found = {
+        "completion": True,
+        "tools": bool(reader.chat_template),
+        "insert": can_infill(reader.special_tokens),
+        "thinking": reader.reasoning_of(()) is not None,
+    }
+    return [name for name, has_it in found.items() if has_it]
 
 
 def _time(seconds: float) -> str:
