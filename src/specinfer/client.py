@@ -3,6 +3,7 @@
 httpx is imported where a client is opened, so that commands that need none do not wait for it.
 """
 
+import ipaddress
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -40,9 +41,20 @@ def _settings(url: str, api_key: str | None) -> dict[str, Any]:
         raise ValueError("api_key: it has characters that no header can hold; copy it anew")
     return {
         "base_url": url,
+        "mounts": {f"all://{urlsplit(url).netloc}": None} if _is_loopback(url) else {},  # past proxies
         "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
         "timeout": httpx.Timeout(_SILENT_SECONDS, connect=_CONNECT_SECONDS),
     }
+
+
+def _is_loopback(url: str) -> bool:
+    """Return whether an address is of this machine, which no proxy can reach."""
+    host = urlsplit(url).hostname or ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
 
 
 def open_client(url: str, api_key: str | None) -> "httpx.Client":

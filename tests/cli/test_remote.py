@@ -16,7 +16,7 @@ from specinfer.bench.serve_process import running_server
 from specinfer.cli.app import app
 from specinfer.cli.remote import fields_of, stretches_of
 from specinfer.cli.screen import Screen
-from specinfer.client import EventDecoder, error_text, server_url
+from specinfer.client import EventDecoder, error_text, open_client, server_url
 from specinfer.core.sampling import SamplingParams
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -54,6 +54,30 @@ def test_complete_streams_from_a_server(server: FakeServer) -> None:
         "temperature": 1.0, "top_p": 1.0, "max_tokens": 128,
     }  # fmt: skip
     assert second["prompt"] == "second"
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "ALL_PROXY", "https_proxy"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_on_this_machine_is_reached_past_proxies(server: FakeServer, variable: str, host: str) -> None:
+    environment = {"no_proxy": None, "NO_PROXY": None, variable: "http://127.0.0.1:9"}
+    url = server.url.replace("127.0.0.1", host)
+    assert run("complete", "--url", url, "-q", "hi", env=environment).stdout == "one two three\n"
+
+
+def test_a_server_elsewhere_is_reached_through_the_proxy(server: FakeServer) -> None:
+    environment = {"no_proxy": None, "NO_PROXY": None, "http_proxy": server.url}
+    result = run("complete", "--url", "http://far.example", "-q", "hi", env=environment, code=2)
+    assert "no route http://far.example/v1/models" in result.stderr  # as a proxy is asked
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [("http://[::1]:8000", True), ("http://0.0.0.0:1", True), ("http://a.localhost", True), ("http://127.1.2.3", True),
+     ("http://localhost.example", False), ("http://10.0.0.1:8000", False), ("https://[fe80::1]", False)],
+)  # fmt: skip
+def test_addresses_of_this_machine(url: str, expected: bool) -> None:
+    with open_client(url, None) as client:
+        assert any(transport is None for transport in client._mounts.values()) == expected
 
 
 def test_chat_sends_the_conversation(server: FakeServer) -> None:

@@ -41,6 +41,26 @@ def test_a_limit_counts_rounded_up(groups: Path, limit: str, expected: int) -> N
     assert cpus.usable_cpus() == expected
 
 
+@pytest.mark.parametrize("limit", ["", "max", "abc 100000", "100000", "100000 0", "1e5 100000", "0 100000", "1 2 3"])
+def test_a_limit_in_another_form_is_none(groups: Path, limit: str) -> None:
+    (groups / "own").write_text("0::/inner\n")
+    write(groups, cpu__max="300000 100000\n")
+    write(groups / "inner", cpu__max=limit)
+    assert cpus.usable_cpus() == 3
+
+
+@pytest.mark.parametrize("own", [b"\n", b"0\n", b"nonsense", b"0::/\xff\n", b"1:cpu\n"])
+def test_groups_in_another_form_are_none(groups: Path, own: bytes) -> None:
+    (groups / "own").write_bytes(own)
+    assert cpus.usable_cpus() == 8
+
+
+def test_a_limit_that_may_not_be_read_is_none(groups: Path) -> None:
+    (groups / "own").write_text("0::/\n")
+    (groups / "cpu.max").mkdir()  # also root cannot read it
+    assert cpus.usable_cpus() == 8
+
+
 def test_the_least_limit_of_all_groups_around_it_counts(groups: Path) -> None:
     (groups / "own").write_text("0::/outer/inner\n")
     write(groups / "outer", cpu__max="300000 100000\n")

@@ -22,32 +22,36 @@ def _granted() -> Iterator[float]:
     """Yield the CPU limit of each control group of this process, version 1 or 2; containers may hide outer groups."""
     try:
         lines = _OWN.read_text(encoding="utf-8").splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = f"{line}::".split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = _GROUPS / "cpu" if controllers else _GROUPS
-        own = root / path.lstrip("/")
+        own = root / path.rstrip(":").lstrip("/")
         for folder in (own, *own.parents):
             if folder.is_relative_to(root):
-                yield from _limit(folder)
+                with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # unreadable, or no limit
+                    yield _limit(folder)
 
 
-def _limit(folder: Path) -> Iterator[float]:
-    """Yield the limit that one group sets, if it sets one."""
-    try:
-        if (file := folder / "cpu.max").exists():
-            quota, period = file.read_text(encoding="utf-8").split()
-        else:
-            quota, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8").strip() for name in ("quota", "period")
-            )
-    except OSError:
-        return
-    if quota not in ("max", "-1"):
-        yield int(quota) / int(period)
+def _limit(folder: Path) -> float:
+    """Return the limit that one group sets.
+
+    Raises:
+        ValueError: It sets none, or one in another form.
+    """
+    if (file := folder / "cpu.max").exists():
+        quota, period = file.read_text(encoding="utf-8").split()
+    else:
+        quota, period = (
+            (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8").strip() for name in ("quota", "period")
+        )
+    granted = int(quota) / int(period)
+    if granted <= 0:  # -1: none
+        raise ValueError(quota)
+    return granted
 
 
 def load_openmp() -> None:
