@@ -78,8 +78,10 @@ def _changed(model: Any, fields: Mapping[str, Any]) -> dict[str, Tensor]:
         else:
             is_target = name.split(".")[-1] in targets
             if layers is not None:
-                is_target = is_target and int(re.search(r"\.(\d+)\.", name)[1]) in layers
-        if is_target:
+                numbers = layers if isinstance(layers, list) else [layers]
+                is_target = is_target and int(re.search(r"\.(\d+)\.", name)[1]) in numbers
+        excluded = fields.get("exclude_modules")
+        if is_target and not (isinstance(excluded, str) and re.fullmatch(excluded, name)):
             found[name] = module.weight
     return found
 

@@ -47,6 +47,11 @@ def _read(folder: Path, max_rank: int = 64) -> dict[str, Pair]:
         {"target_modules": ["down_proj"], "layers_to_transform": [0]},
         {"target_modules": ["k_proj", "up_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
         {"rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6}, "alpha_pattern": {".*down_proj": 3}},
+        {"target_modules": ["down_proj", "q_proj"], "layers_to_transform": 1},
+        {"exclude_modules": r".*layers\.1\..*"},
+        {"target_modules": "all-linear", "exclude_modules": r"model\.layers\.\d+\.mlp\..*"},
+        {"rank_pattern": {r".*?\.layers\.\d+\..*\.(q|k)_proj.*": 2, r"^model.layers.1.mlp.up_proj": 3}},
+        {"rank_pattern": {f"model.layers.1.mlp.up_proj{i}": 3 for i in range(2000)}},  # more than `re` remembers
         {"exclude_modules": [], "modules_to_save": None, "use_dora": False, "lora_dropout": 0.1},
     ],
 )
@@ -98,6 +103,7 @@ def test_a_file_of_torch_is_read_without_running_code(base: Path, tmp_path: Path
         ({"target_modules": [3]}, "target_modules must be a list of names"),
         ({"layers_to_transform": ["a"]}, "layers_to_transform must be a list of numbers"),
         ({"rank_pattern": {"(a*)*b": 2}}, "rank_pattern has a pattern that may take long"),
+        ({"rank_pattern": {".*.*.*.*b": 2}}, "rank_pattern has a pattern that may take long"),
         ({"alpha_pattern": {"(": 2}}, "alpha_pattern has a pattern that cannot be read"),
         ({"alpha_pattern": [1]}, "alpha_pattern must be an object"),
     ],

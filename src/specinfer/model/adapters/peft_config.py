@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,9 @@ CONFIG = "adapter_config.json"
 _MERGE = "merge the adapter into the model with peft's merge_and_unload and load that"
 _MAX_BYTES = 1 << 20
 _MAX_PATTERN = 200  # characters of a key of rank_pattern or alpha_pattern
-_MAX_REPEATS = 3  # quantifiers of such a key: matching takes time in proportion to a power of it
+_MAX_REPEATS = 3  # quantifiers of such a key: matching takes the length of a name to this power
+_REPEAT = re.compile(r"(?<!\\d)[*+?{]\??")  # a number of a layer has few digits
+_Patterns = tuple[tuple[re.Pattern[str], float], ...]
 # Fields that change what an adapter computes, and the values that change nothing.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,),
@@ -51,8 +53,8 @@ class PeftConfig:
     rank: int
     alpha: float
     uses_sqrt: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: _Patterns
+    alpha_pattern: _Patterns
     targets: tuple[str, ...] | None
     excluded: tuple[str, ...]
     layers: tuple[int, ...] | None
@@ -110,21 +112,18 @@ def read_config(folder: Path, linears: Iterable[str]) -> PeftConfig:
     targets = fields.get("target_modules")
     if targets == "all-linear":
         targets = list(linears)
-    layers = fields.get("layers_to_transform")
+    layers, excluded = fields.get("layers_to_transform"), fields.get("exclude_modules") or None
+    # A regular expression is not matched: those of strangers may take forever, and the tensors say the same.
+    is_matched = isinstance(targets, str) or isinstance(excluded, str)
     base = fields.get("base_model_name_or_path")
     return PeftConfig(
         rank=_whole(folder, "r", fields.get("r", 8)),
         alpha=_number(folder, "lora_alpha", fields.get("lora_alpha", 8)),
         uses_sqrt=fields.get("use_rslora") is True,
-        rank_pattern={
-            key: _whole(folder, "rank_pattern", one) for key, one in _pattern(folder, fields, "rank_pattern")
-        },
-        alpha_pattern={
-            key: _number(folder, "alpha_pattern", one) for key, one in _pattern(folder, fields, "alpha_pattern")
-        },
-        # A regular expression is not matched: those of strangers may take forever, and the tensors say the same.
-        targets=None if isinstance(targets, str) else _names(folder, "target_modules", targets),
-        excluded=_names(folder, "exclude_modules", fields.get("exclude_modules")),
+        rank_pattern=_patterns(folder, fields, "rank_pattern", _whole),
+        alpha_pattern=_patterns(folder, fields, "alpha_pattern", _number),
+        targets=None if is_matched else _names(folder, "target_modules", targets),
+        excluded=() if is_matched else _names(folder, "exclude_modules", excluded),
         layers=None if layers in (None, []) else _numbers(folder, layers),
         lists=_names(folder, "layers_pattern", fields.get("layers_pattern")),
         base=base if isinstance(base, str) and base else None,
@@ -173,25 +172,31 @@ def _numbers(folder: Path, value: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _pattern(folder: Path, fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
-    """Return a field that maps regular expressions to values; expressions that may take long are refused."""
+def _patterns(
+    folder: Path, fields: Mapping[str, Any], name: str, check: Callable[[Path, str, Any], float]
+) -> _Patterns:
+    """Return a field that maps regular expressions to values; expressions that may take long are refused.
+
+    An expression matches the end of a name, as in PEFT.
+    """
     found = fields.get(name) or {}
     if not isinstance(found, dict):
         raise ModelError(f"lora_path: {folder}: {name} must be an object, not {found!r:.60}")
-    for key in found:
-        repeats = len(re.findall(r"[*+?{]", key))
-        if len(key) > _MAX_PATTERN or repeats > _MAX_REPEATS or re.search(r"\)[*+{]", key):
+    patterns = []
+    for key, value in found.items():
+        if len(key) > _MAX_PATTERN or len(_REPEAT.findall(key)) > _MAX_REPEATS or re.search(r"\)[*+{]", key):
             raise ModelError(f"lora_path: {folder}: {name} has a pattern that may take long, {key!r:.60}; {_MERGE}")
         try:
-            re.compile(key)
+            pattern = re.compile(rf"(.*\.)?({key})$")
         except (re.error, OverflowError, RecursionError) as error:
             raise ModelError(f"lora_path: {folder}: {name} has a pattern that cannot be read, {key!r:.60}") from error
-    return list(found.items())
+        patterns.append((pattern, check(folder, name, value)))
+    return tuple(patterns)
 
 
-def _matching(pattern: Mapping[str, float], name: str, default: float) -> float:
-    """Return the value of the first key that matches the end of a name, as PEFT does."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+def _matching(patterns: _Patterns, name: str, default: float) -> float:
+    """Return the value of the first expression that matches a name."""
+    return next((value for pattern, value in patterns if pattern.match(name)), default)
 
 
 def _ends_with(name: str, ends: Iterable[str]) -> bool:

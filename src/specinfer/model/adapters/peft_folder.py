@@ -45,7 +45,7 @@ def read_adapter(folder: Path, linears: Mapping[str, Shape], max_rank: int) -> t
         ModelError: It cannot be read, does not fit the model, or has a feature that cannot be applied.
     """
     config = read_config(folder, linears)
-    for rank in (config.rank, *config.rank_pattern.values()):
+    for rank in (config.rank, *(value for _, value in config.rank_pattern)):
         if rank > max_rank:
             raise ModelError(f"lora_path: {folder} has rank {rank}, more than max_lora_rank {max_rank}; raise that")
     file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
