@@ -5,7 +5,7 @@ import re
 import pytest
 
 from browser import Browser
-from page_api import NEEDS_CHROMIUM, TEXTS, Api, answer, chunk, fill, finish, guess, send, step, texts
+from page_api import NEEDS_CHROMIUM, TEXTS, Api, Event, answer, chunk, fill, finish, guess, send, step, texts
 from serving import served_on_port
 from specinfer import LLM, SamplingParams
 
@@ -276,3 +276,42 @@ def test_the_server_generates_what_the_library_does(chromium: Browser) -> None:
             chromium.wait("!document.body.classList.contains('running')")
             assert len(texts(chromium, ".message")) == 2
             assert chromium.complaints == []
+
+
+def _thinks(text: str, reason: str | None = None) -> Event:
+    choice = {"index": 0, "delta": {"reasoning_content": text}, "finish_reason": reason}
+    return {"choices": [choice], "usage": {"completion_tokens": 3}, "specinfer": {"steps": [THOUGHT], "origins": []}}
+
+
+THOUGHT = step("(", [guess("<think>", accepted=True), guess("Hm", 1, accepted=True)], [1, 2], ".</think>")
+
+
+def test_a_thought_is_folded_above_the_answer(browser: Browser, api: Api) -> None:
+    browser.click("#mode label:nth-of-type(2) span")
+    api.say = lambda body: [_thinks("Hm."), *answer(chat=True)]
+    send(browser, "Why?")
+    finish(browser)
+    assert texts(browser, ".message.assistant > .words") == ["".join(TEXTS)]
+    assert texts(browser, "details.thought > .words") == ["Hm."]
+    assert re.fullmatch(r"Thought for \d+\.\d seconds", texts(browser, "details.thought summary")[0])
+    shown = "document.querySelector('details.thought .token').checkVisibility()"
+    assert not browser.run(shown)
+    browser.run("document.querySelector('details.thought summary').focus()")
+    browser.press("Enter", text="\r")
+    assert browser.run(shown)
+    assert texts(browser, ".thought .token.by-0[data-step]") == ["Hm"]
+    browser.click(".thought .token.by-0[data-step]")
+    assert "step 1 of 4" in texts(browser, "#step-words")[0]
+    send(browser, "And?")
+    browser.wait("document.querySelectorAll('.message').length === 4")
+    assert api.asked[1]["messages"][1] == {
+        "role": "assistant", "content": "".join(TEXTS), "reasoning_content": "Hm.",
+    }  # fmt: skip
+
+
+def test_an_answer_of_a_thought_alone_is_explained(browser: Browser, api: Api) -> None:
+    browser.click("#mode label:nth-of-type(2) span")
+    api.say = lambda body: [_thinks("Hm.", "length")]
+    send(browser, "Why?")
+    finish(browser, "3")
+    assert texts(browser, "#status") == ["Done: all 3 tokens are a thought. Raise max_tokens for an answer."]

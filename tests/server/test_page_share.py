@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from browser import Browser
-from page_api import NEEDS_CHROMIUM, TEXTS, Api, finish, send, settle, texts
+from page_api import NEEDS_CHROMIUM, TEXTS, Api, answer, finish, send, settle, texts
 
 pytestmark = [pytest.mark.slow, NEEDS_CHROMIUM]
 
@@ -73,3 +73,20 @@ def test_markup_in_a_link_stays_text(browser: Browser) -> None:
     settle(browser)
     assert texts(browser, ".message .words") == [evil, evil]
     assert browser.run("document.querySelectorAll('main img').length") == 0
+
+
+def test_a_thought_is_shared_with_its_answer(browser: Browser, api: Api) -> None:
+    browser.click("#mode label:nth-of-type(2) span")
+    thought = {"choices": [{"delta": {"reasoning_content": "Hm."}}], "usage": {"completion_tokens": 1}}
+    api.say = lambda body: [thought, *answer(chat=True)]
+    send(browser, "Why?")
+    finish(browser)
+    browser.click("#share")
+    browser.wait("location.hash.startsWith('#trace=1.')")
+    link = browser.run("location.href")
+    browser.call("Page.navigate", url="about:blank")
+    browser.go(link)
+    browser.wait("document.querySelectorAll('.passes g').length === 3")
+    settle(browser)
+    assert texts(browser, ".thought > .words") == ["Hm."]
+    assert texts(browser, ".message.assistant > .words") == ["".join(TEXTS)]

@@ -8,6 +8,7 @@ import { Race } from "./race.js";
 import { isTrace, readTrace, traceLink } from "./share.js";
 import { Steps } from "./steps.js";
 import { count, Drafters, element, noGuesses, Painter, shortName } from "./text.js";
+import { Thought } from "./thought.js";
 import { TreeView } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
@@ -86,6 +87,7 @@ function showStep(step) {
 
 // Scrolls the text alone, not the page.
 function reveal(span) {
+  if (!span.checkVisibility()) return; // in a folded thought
   const scroller = $("transcript");
   const view = scroller.getBoundingClientRect();
   const box = span.getBoundingClientRect();
@@ -173,12 +175,13 @@ function drawTotals() {
 }
 
 async function answer(path, asked, place) {
-  answerPlace = place;
+  answerPlace = place.closest(".message") ?? place;
   clearSteps();
   const painter = new Painter(place, drafters);
+  const thought = new Thought(place);
   const speaker = new Speaker($("spoken"));
   const start = performance.now();
-  const result = { text: "", reason: null, tokens: 0, first: null };
+  const result = { text: "", thought: "", reason: null, tokens: 0, first: null };
   const scroller = $("transcript");
   for await (const event of events(path, { ...asked, trace: true }, key(), running.signal)) {
     const now = (performance.now() - start) / 1000;
@@ -187,13 +190,21 @@ async function answer(path, asked, place) {
       addStep(step, painter);
     }
     const text = choice?.text ?? choice?.delta?.content ?? "";
+    const thinks = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning ?? "";
+    const follows = scroller.scrollTop + scroller.clientHeight >= scroller.scrollHeight - 40;
+    if (thinks) {
+      if (!thought.text) $("status").textContent = "The model thinks.";
+      painter.show(thinks, thought.add(thinks));
+      result.thought = thought.text;
+    }
     if (text) {
-      const follows = scroller.scrollTop + scroller.clientHeight >= scroller.scrollHeight - 40;
+      if (!result.text) $("status").textContent = "The model answers.";
+      thought.end();
       painter.show(text);
       speaker.add(text);
       result.text += text;
-      if (follows) scroller.scrollTop = scroller.scrollHeight;
     }
+    if (follows && (thinks || text)) scroller.scrollTop = scroller.scrollHeight;
     result.reason = choice?.finish_reason ?? result.reason;
     result.plain = event.metrics?.speculative_decoding?.reason ?? result.plain;
     result.tokens = event.usage?.completion_tokens ?? Math.max(steps.totals.generated, result.tokens);
@@ -208,11 +219,13 @@ async function answer(path, asked, place) {
       drawSoon();
     }
   }
+  thought.end();
   speaker.flush();
   return result;
 }
 
-function ending({ text, reason, tokens, plain }, seconds) {
+function ending({ text, thought, reason, tokens, plain }, seconds) {
+  if (!text && thought) return `Done: all ${count(tokens, "token")} are a thought. Raise max_tokens for an answer.`;
   if (!text) return "The model ended its answer at once: there is no text.";
   const why = reason === "length" ? ", the most allowed" : "";
   return `Done: ${count(tokens, "token")} in ${seconds.toFixed(1)} seconds${why}.${noGuesses(plain)}`;
@@ -248,9 +261,11 @@ async function openShared() {
     hello.remove();
     if (trace.isChat) bubble("user", trace.prompt);
     else $("transcript").append(element("span", { className: "given", textContent: trace.prompt }));
-    answerPlace = trace.isChat ? bubble("assistant", "") : $("transcript");
-    const painter = new Painter(answerPlace, drafters);
+    const place = trace.isChat ? bubble("assistant", "") : $("transcript");
+    answerPlace = place.closest(".message") ?? place;
+    const painter = new Painter(place, drafters);
     for (const step of list) addStep(step, painter);
+    if (trace.thought) painter.show(trace.thought, new Thought(place, "Thought").add(trace.thought));
     painter.show(trace.text);
     drawTotals();
     number("tokens", String(steps.totals.generated));
@@ -304,10 +319,10 @@ async function send() {
         $("transcript").replaceChildren(element("span", { className: "given", textContent: prompt }));
         place = $("transcript");
       }
-      shown = { model, isChat, prompt, text: "" };
+      shown = { model, isChat, prompt, text: "", thought: "" };
       result = await answer(path, asked, place);
     }
-    if (isChat) messages = [...talk, { role: "assistant", content: result.text }];
+    if (isChat) messages = [...talk, { role: "assistant", content: result.text, reasoning_content: result.thought || undefined }];
     $("status").textContent = isRace ? "" : ending(result, (performance.now() - start) / 1000);
   } catch (failure) {
     if (failure.name === "AbortError") $("status").textContent = "Stopped.";
@@ -329,6 +344,7 @@ async function send() {
     if (steps.list.length) drawSoon();
     if (shown && place && steps.list.length) {
       shown.text = place.textContent.slice(isChat ? 0 : prompt.length);
+      shown.thought = place.parentElement.querySelector(".thought .words")?.textContent ?? "";
       $("share").hidden = false;
     }
   }

@@ -19,6 +19,7 @@ class Lane {
 
   clear() {
     this.text = "";
+    this.thought = "";
     this.tokens = 0;
     this.seconds = 0;
     this.first = null;
@@ -90,10 +91,12 @@ class Lane {
     for await (const event of stream) {
       const choice = event.choices?.[0];
       const text = choice?.text ?? choice?.delta?.content ?? "";
-      if (text) {
+      const thought = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning ?? "";
+      if (text || thought) {
         this.first ??= passed();
         this.text += text;
-        this.output.append(text);
+        this.thought += thought;
+        this.output.append(thought + text);
         this.output.scrollTop = this.output.scrollHeight;
       }
       this.plain = event.metrics?.speculative_decoding?.reason ?? this.plain;
@@ -154,11 +157,10 @@ export class Race {
     const { tree, plain } = this.lanes;
     const { words: speed, isWon } = this.compare(shape);
     let at = 0;
-    const length = Math.min(tree.text.length, plain.text.length);
-    while (at < length && tree.text[at] === plain.text[at]) at++;
-    const equal = tree.text === plain.text;
-    const texts = equal
-      ? `The texts are equal, all ${count(tree.text.length, "character")}.`
+    const [one, other] = [tree, plain].map((lane) => lane.thought + lane.text);
+    while (at < Math.min(one.length, other.length) && one[at] === other[at]) at++;
+    const texts = one === other
+      ? `The texts are equal, all ${count(one.length, "character")}.`
       : `The texts part after ${count(at, "character")}: the server’s verification keeps the distribution of the text, not every word, or sums were rounded differently.`;
     this.verdict.replaceChildren(Object.assign(document.createElement("strong"), { textContent: speed }), `${noGuesses(tree.plain)} ${texts}`);
     this.verdict.classList.toggle("won", isWon);

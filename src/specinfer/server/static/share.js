@@ -14,7 +14,7 @@ export function isTrace(hash) {
   return hash.startsWith("#trace=");
 }
 
-export async function traceLink({ model, isChat, prompt, text, steps }) {
+export async function traceLink({ model, isChat, prompt, text, thought, steps }) {
   const names = [...new Set(steps.flatMap((step) => step.nodes.flatMap((node) => node.drafters)))];
   const rows = steps.map(({ root, nodes, path, next }) => [
     [root.token, root.text],
@@ -22,7 +22,7 @@ export async function traceLink({ model, isChat, prompt, text, steps }) {
     path,
     next && [next.token, next.text, next.p],
   ]);
-  const stream = new Blob([JSON.stringify([model, isChat, prompt, text, names, rows])]).stream();
+  const stream = new Blob([JSON.stringify([model, isChat, prompt, text, names, rows, thought])]).stream();
   const packed = await new Response(stream.pipeThrough(new CompressionStream("deflate-raw"))).bytes();
   const letters = Array.from(packed, (byte) => String.fromCharCode(byte)).join("");
   const link = PREFIX + btoa(letters).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
@@ -86,11 +86,11 @@ function token([id, text]) {
 }
 
 function checked(value) {
-  const [model, isChat, prompt, text, names, rows] = list(value, 6);
+  const [model, isChat, prompt, text, names, rows, thought = ""] = list(value, 7);
   check(typeof isChat === "boolean");
   list(names, MOST_NAMES).forEach(string);
   const steps = list(rows, MOST_STEPS).map((row) => step(list(row, 4), names));
-  return { model: string(model), isChat, prompt: string(prompt), text: string(text), steps };
+  return { model: string(model), isChat, prompt: string(prompt), text: string(text), thought: string(thought), steps };
 }
 
 function step([root, rows, path, next], names) {

@@ -102,21 +102,21 @@ export class Painter {
     this.waiting.push({ text, slot: this.drafters.slot(origin), step });
   }
 
-  show(text) {
+  show(text, place = this.place) {
     while (text) {
       const token = this.waiting.shift();
       if (!token) {
-        this.write(text, this.last);
+        this.write(text, this.last, place);
         return;
       }
       if (token.text.length > text.length && token.text.startsWith(text)) {
-        this.write(text, token);
+        this.write(text, token, place);
         this.waiting.unshift({ ...token, text: token.text.slice(text.length) });
         return;
       }
       let length = text.startsWith(token.text) ? token.text.length : this.unclear(text);
       if (token.text === "") length = 0;
-      this.write(text.slice(0, length), token);
+      this.write(text.slice(0, length), token, place);
       text = text.slice(length);
       this.last = token;
     }
@@ -131,10 +131,10 @@ export class Painter {
     return text.length;
   }
 
-  write(text, { slot, step }) {
+  write(text, { slot, step }, place) {
     if (!text) return;
     const span = element("span", { className: `token by-${slot}`, textContent: text });
     if (step >= 0) span.dataset.step = step;
-    this.place.append(span);
+    place.append(span);
   }
 }
