@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.conversations import read_conversations
-from specinfer.inputs.formats.calls import find_format
 from specinfer.inputs.prompts import PromptReader
 from talking import BARE, EOS, HERMES, LLAMA, MISTRAL, PLAIN, SPECIAL, WRITTEN, make_talker
 
@@ -161,7 +160,7 @@ def test_calls_and_results_reach_the_template(template: str) -> None:
     assert '{"city": "Rome"}' in text, "arguments are an object, not a text within a text"
     assert "sunny" in text
     assert '"name": "weather"' in text
-    assert find_format(template).trigger in text
+    assert reader.call_format.trigger in text
 
 
 def test_tools_are_described_to_a_template_without_them() -> None:

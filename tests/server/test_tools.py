@@ -24,8 +24,7 @@ from specinfer.inputs.formats.calls import (
     MISTRAL,
     MISTRAL_BARE,
     SYSTEM_PROMPT_FORMAT,
-    ToolFormat,
-    find_format,
+    CallFormat,
 )
 from specinfer.inputs.formats.parser import OutputParser
 from specinfer.inputs.prompts import PromptReader
@@ -72,7 +71,7 @@ def _reader(kind: str) -> PromptReader:
 
 def _plan(kind: str, choice: Any = None, parallel: bool | None = None, tools: Any = TOOLS) -> tuple[ToolPlan, Any]:
     reader = _reader(kind)
-    return plan_tools(tools, choice, parallel, reader.chat_template, special_tokens=reader.special_tokens), reader
+    return plan_tools(tools, choice, parallel, reader.call_format, special_tokens=reader.special_tokens), reader
 
 
 def _fits(reader: Any, asked: StructuredOutputsParams | None, text: str) -> bool | None:
@@ -109,7 +108,7 @@ def _parsed(parser: OutputParser, *pieces: str) -> tuple[str, list[tuple[str, st
 
 
 def test_the_format_is_found_in_the_template() -> None:
-    found = {kind: find_format(template) for kind, template in TEMPLATES.items()}
+    found = {kind: _reader(kind).call_format for kind in TEMPLATES}
     assert found == {
         "plain": SYSTEM_PROMPT_FORMAT,
         "hermes": HERMES,
@@ -117,11 +116,6 @@ def test_the_format_is_found_in_the_template() -> None:
         "mistral": MISTRAL,
         "bare": MISTRAL_BARE,
     }
-    assert find_format(None) is SYSTEM_PROMPT_FORMAT
-    other = "{% if tools %}<tool_call><function=name><parameter=arguments>{% endif %}"
-    assert find_format(other) is SYSTEM_PROMPT_FORMAT, (
-        "a way of calling that is not known here is not mistaken for one that is"
-    )
 
 
 # ------------------------------------------------------------------------------------------- parser
@@ -129,7 +123,7 @@ def test_the_format_is_found_in_the_template() -> None:
 
 @pytest.mark.parametrize(("style", "kind"), [(HERMES, "hermes"), (MISTRAL, "mistral"), (MISTRAL_BARE, "bare")])
 @pytest.mark.parametrize("text", ["", "I look. "])
-def test_calls_are_read_whatever_the_pieces(style: ToolFormat, kind: str, text: str) -> None:
+def test_calls_are_read_whatever_the_pieces(style: CallFormat, kind: str, text: str) -> None:
     said = f"{text}\n{TWO[kind]}\n"
     wanted = text.strip(), [("weather", '{"city": "Rome"}'), ("time", "{}")]
     for size in (*range(1, 9), len(said)):
@@ -169,7 +163,8 @@ def test_arguments_are_streamed_as_generated_and_may_contain_anything() -> None:
     deltas = [delta for character in said for delta in parser.push(character)]
     assert parser.has_calls
     assert deltas[0].name == "f"
-    assert deltas[0].arguments == "{"
+    assert deltas[0].arguments == "", "as OpenAI sends it: arguments come in events of their own"
+    assert deltas[1].arguments == "{"
     assert max(len(delta.arguments) for delta in deltas) == 1, "nothing is held back"
     assert "".join(delta.arguments for delta in deltas) == arguments
     assert parser.finish() == []
@@ -272,7 +267,7 @@ def test_tokens_with_large_numbers_are_ranges() -> None:
 
 def test_markup_may_be_text_to_the_model() -> None:
     reader = LLM("demo", drafters=[]).reader
-    plan = plan_tools(TOOLS, None, None, reader.chat_template, special_tokens=reader.special_tokens)
+    plan = plan_tools(TOOLS, None, None, reader.call_format, special_tokens=reader.special_tokens)
     assert not plan.shows_special_tokens
     for text in ("", "def f():\n    return 1 < 2", "I look.\n" + TWO["hermes"], "<tool_call"):
         assert _fits(reader, plan.structured_outputs, text) is True
@@ -316,9 +311,11 @@ def test_an_answer_has_the_format_or_is_a_call() -> None:
     assert plan_tools(None).combined(asked) is asked
     assert plan_tools(TOOLS).combined(None) == plan_tools(TOOLS).structured_outputs
     with pytest.raises(RequestError, match="structured_outputs: this model's calls cannot be told from other JSON"):
-        plan_tools(TOOLS, None, None, LLAMA_TEMPLATE).combined(asked)
-    with pytest.raises(RequestError, match="structured_outputs: grammar cannot be joined"):
-        plan_tools(TOOLS).combined(StructuredOutputsParams(grammar='start: "a"'))
+        plan_tools(TOOLS, None, None, LLAMA).combined(asked)
+    grammar = _plan("hermes")[0].combined(StructuredOutputsParams(grammar='start: "a"'))
+    assert _fits(reader, grammar, "a") is True
+    assert _fits(reader, grammar, CALL["hermes"]) is True
+    assert _fits(reader, grammar, "b") is False
 
 
 def test_references_within_a_schema_are_followed() -> None:
@@ -558,7 +555,7 @@ def test_functions_of_old_are_tools() -> None:
 def test_a_model_that_knows_nothing_calls_rightly(kind: str, tmp_path: Path) -> None:
     llm = LLM(save_talker(tmp_path, TEMPLATES[kind]), max_model_len=2048)
     reader = llm.reader
-    plan = plan_tools(TOOLS, "required", None, reader.chat_template, special_tokens=reader.special_tokens)
+    plan = plan_tools(TOOLS, "required", None, reader.call_format, special_tokens=reader.special_tokens)
     ids = reader.read_chat([{"role": "user", "content": "Rome?"}], tools=plan.tools_for_template)
     params = SamplingParams(
         max_tokens=300, n=2, seed=1, structured_outputs=plan.structured_outputs,

@@ -131,6 +131,7 @@ DRAFT_SAMPLINGS: dict[str, tuple[str, ...]] = {
     "traversal": ("without-replacement", "iid", "hybrid", "top-k"),
     "target-only": ("top-k", "without-replacement", "iid", "hybrid"),
 }
+NONE = "none"
 AUTO = "auto"  # verification: for each request the faster of two rules; draft sampling: that of the rule
 
 

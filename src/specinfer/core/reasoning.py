@@ -12,9 +12,11 @@ class Reasoning:
         end: Text after a thought, with which the answer begins.
         end_ids: Tokens that end a thought whose budget is spent.
         is_open: Whether the prompt ends within a thought.
+        has_channels: Whether each message of the output names its channel, as those of gpt-oss do.
     """
 
     start: str
     end: str
     end_ids: tuple[int, ...]
     is_open: bool
+    has_channels: bool = False

@@ -21,6 +21,8 @@ class StructuredOutputsParams:
         grammar: A grammar in Lark's notation, whose first rule is `start` and which the output matches.
         json_object: True if the output is any JSON object.
         schemas: Constraints that `grammar` names as `@name`: JSON schemas (as text or as dicts), or params of any kind.
+        enable_in_reasoning: Whether the constraint also holds within the thought of a model that thinks first; if not,
+            it begins after the thought.
         field: Name of the field in error messages.
 
     Raises:
@@ -33,6 +35,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     schemas: Mapping[str, "str | Mapping[str, Any] | StructuredOutputsParams"] | None = None
+    enable_in_reasoning: bool = False
     field: str = "structured_outputs"
 
     def __post_init__(self) -> None:

@@ -20,6 +20,8 @@ from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.text import TextBuffer
 from specinfer.inputs.arguments import Message, Prompt, text_of
 from specinfer.inputs.chat.special_tokens import SpecialToken
+from specinfer.inputs.formats.calls import CallFormat
+from specinfer.inputs.formats.reasoning import ReasoningFormat
 from specinfer.inputs.prompt_limits import PromptLimits
 from specinfer.inputs.text_reader import BoundedTextReader, LocalTextReader, TextReader
 
@@ -62,14 +64,13 @@ class PromptReader:
         reasoning_parser: str = AUTO,
         tool_call_parser: str = AUTO,
     ) -> None:
-        self.reasoning_parser, self.tool_call_parser = reasoning_parser, tool_call_parser
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
         self.is_bounded = False
         self._limits = PromptLimits(tokenizer, vocab_size, max_model_len, self._eos_token_ids)
-        self._local = LocalTextReader(tokenizer, max_model_len)
+        self._local = LocalTextReader(tokenizer, max_model_len, (reasoning_parser, tool_call_parser))
         self._bounded = BoundedTextReader(self._local)
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()  # of the compiler's creation
@@ -149,7 +150,17 @@ class PromptReader:
 
     def reasoning_of(self, ids: Sequence[int]) -> Reasoning | None:
         """Return the thought of the outputs of a rendered conversation, or None for a model that does not think."""
-        return None
+        return self._local.chat.formats.reasoning(self.chat_template, ids)
+
+    @property
+    def call_format(self) -> CallFormat:
+        """Format of the model's tool calls."""
+        return self._local.chat.formats.calls(self.chat_template)
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """Format of the model's thoughts, or None for a model that does not think."""
+        return self._local.chat.formats.reasoning_format(self.chat_template)
 
     @property
     def chat_template(self) -> str | None:

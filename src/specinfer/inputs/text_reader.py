@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from specinfer.core.bounded_process import BoundedProcesses, StartError, answer_questions
+from specinfer.core.config import AUTO
 from specinfer.core.errors import ContextLengthError, RequestError
 from specinfer.inputs.chat.template import ChatTemplate
 
@@ -35,11 +36,12 @@ class LocalTextReader:
     Args:
         tokenizer: The model's tokenizer, or None if there is none and nothing can be read.
         max_model_len: Conversations that cannot fit into this many tokens are refused.
+        parsers: Names of the formats of thoughts and of calls, or "auto".
     """
 
-    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Any, max_model_len: int, parsers: tuple[str, str] = (AUTO, AUTO)) -> None:
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
-        self.chat = ChatTemplate(tokenizer, max_model_len)
+        self.chat = ChatTemplate(tokenizer, max_model_len, parsers)
 
     def encode(self, text: str, field: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -74,12 +76,12 @@ class LocalTextReader:
 
     def pickled(self) -> bytes:
         """Return what `unpickled` makes an equal reader of."""
-        return pickle.dumps((self._tokenizer, self._max_model_len, self.chat.override))
+        return pickle.dumps((self._tokenizer, self._max_model_len, self.chat.formats.names, self.chat.override))
 
     @classmethod
     def unpickled(cls, data: bytes) -> "LocalTextReader":
-        tokenizer, max_model_len, template = pickle.loads(data)
-        made = cls(tokenizer, max_model_len)
+        tokenizer, max_model_len, parsers, template = pickle.loads(data)
+        made = cls(tokenizer, max_model_len, parsers)
         made.chat.replace(template)
         return made
 

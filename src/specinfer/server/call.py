@@ -10,6 +10,7 @@ from fastapi import Request
 
 from specinfer.core.errors import ContextLengthError, RequestError, too_long
 from specinfer.core.lora import LoRARequest
+from specinfer.core.reasoning import Reasoning
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree_shape import parse_tree
 from specinfer.generation import Generation
@@ -96,8 +97,13 @@ class Call:
                 f"{field}: {num_outputs} outputs are more than the {capacity} that may wait; ask for fewer"
             )
 
-    async def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> list[Generation]:
+    async def submit(
+        self, prompts: Sequence[tuple[list[int], SamplingParams]], reasoning: Reasoning | None = None
+    ) -> list[Generation]:
         """Queue all prompts, or none of them.
+
+        Args:
+            reasoning: The thought of the outputs of a conversation.
 
         Raises:
             RequestError: One of the prompts cannot be served.
@@ -112,7 +118,7 @@ class Call:
             for ids, params in prompts:
                 generations.append(
                     await engine.submit(
-                        {"prompt_token_ids": ids, **extra},
+                        {"prompt_token_ids": ids, "reasoning": reasoning, **extra},
                         params,
                         request_id=self.name,
                         priority=self.fields.priority or 0,

@@ -71,7 +71,7 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
     texts = None
     if read.params.logprobs is not None or fields.prompt_logprobs is not None or fields.trace:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
-    generations = await call.submit([(read.ids, read.params)])
+    generations = await call.submit([(read.ids, read.params)], read.plan.reasoning)
     outputs = [_Output(i, fields, read.plan.parser(), read.plan.custom, texts) for i in range(read.params.n)]
 
     def once() -> dict[str, Any]:
@@ -109,7 +109,7 @@ async def queue_conversation(
     """
     try:
         found = await call.read(read)
-        (generation,) = await call.submit([(found.ids, found.params)])
+        (generation,) = await call.submit([(found.ids, found.params)], found.plan.reasoning)
         return found, generation
     except RequestError as error:
         raise named(error) from error
@@ -128,7 +128,8 @@ def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
         tools,
         choice,
         False if fields.functions else fields.parallel_tool_calls,
-        reader.chat_template,
+        reader.call_format,
+        reasoning_format=reader.reasoning_format,
         special_tokens=reader.special_tokens,
     )
     asked = structured_outputs_of(fields.response_format, fields.structured_outputs)
@@ -152,6 +153,7 @@ def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
         continue_final_message=goes_on,
         template_kwargs=kwargs or None,
     )
+    plan = plan.thinking(reader.reasoning_of(ids))
     return ReadConversation(truncated(ids, fields, llm.max_model_len, fields.token_limit), params, plan)
 
 

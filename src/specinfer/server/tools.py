@@ -7,15 +7,18 @@ text, and a call that begins in it must be valid. "required" and a named functio
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specinfer.core.errors import RequestError
+from specinfer.core.reasoning import Reasoning
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.inputs.chat.special_tokens import SpecialToken
-from specinfer.inputs.formats.call_grammar import CallableFunction, CallGrammar
-from specinfer.inputs.formats.calls import ToolFormat, find_format
+from specinfer.inputs.formats.argument_grammar import CallableFunction
+from specinfer.inputs.formats.call_grammar import CallGrammar
+from specinfer.inputs.formats.calls import SYSTEM_PROMPT_FORMAT, CallFormat
 from specinfer.inputs.formats.parser import OutputParser
+from specinfer.inputs.formats.reasoning import ReasoningFormat
 from specinfer.server.custom_tools import CustomInputs, Parser, function_of_custom
 from specinfer.server.schemas import read_schema
 
@@ -29,27 +32,36 @@ _ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """The way a request's tools are served.
+    """The way a request's tools are served, and its response is parsed.
 
     Attributes:
         structured_outputs: The constraints on the response, or None if there are no tools to call.
         tools_for_template: The `tools` argument of `PromptReader.read_chat`, or None to show the model no tools.
         call_format: The format of calls, or None if the response cannot have any.
-        shows_special_tokens: Whether `SamplingParams.skip_special_tokens` must be False, as calls begin with one.
+        shows_special_tokens: Whether `SamplingParams.skip_special_tokens` must be False, as a mark of a call or of a
+            thought is one.
         custom: The names of custom tools, whose calls have text in place of JSON arguments.
+        reasoning: The thought before the answer, or None if there is none.
     """
 
     structured_outputs: StructuredOutputsParams | None = None
     tools_for_template: list[dict[str, Any]] | None = None
-    call_format: ToolFormat | None = None
+    call_format: CallFormat | None = None
     shows_special_tokens: bool = False
     custom: frozenset[str] = frozenset()
+    reasoning: Reasoning | None = None
     _grammar: CallGrammar | None = None
 
     def parser(self) -> Parser:
         """Return a parser for one response; each of `n` responses needs its own."""
-        parser = OutputParser(self.call_format)
+        functions = () if self._grammar is None else self._grammar.functions
+        schemas = {function.name: function.schema for function in functions}
+        parser = OutputParser(self.call_format, schemas, self.reasoning)
         return CustomInputs(parser, self.custom) if self.custom else parser
+
+    def thinking(self, reasoning: Reasoning | None) -> "ToolPlan":
+        """Return the plan for a response with this thought."""
+        return replace(self, reasoning=reasoning)
 
     def combined(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """Return the constraints together with a requested format; with "auto" a response is a call or has it.
@@ -66,8 +78,9 @@ def plan_tools(
     tools: Sequence[Any] | None,
     tool_choice: Any = None,
     parallel_tool_calls: bool | None = None,
-    chat_template: str | None = None,
+    call_format: CallFormat = SYSTEM_PROMPT_FORMAT,
     *,
+    reasoning_format: ReasoningFormat | None = None,
     special_tokens: Mapping[str, SpecialToken] | None = None,
 ) -> ToolPlan:
     """Plan how to serve a request's tools, which are in the format of chat completions or of responses.
@@ -75,21 +88,25 @@ def plan_tools(
     Tools of other kinds than functions and custom tools are left out; `left_out_tools` names them.
 
     Args:
-        chat_template: The model's template, `PromptReader.chat_template`.
+        call_format: The model's `PromptReader.call_format`.
+        reasoning_format: The model's `PromptReader.reasoning_format`.
         special_tokens: The model's `PromptReader.special_tokens`. A grammar matches them as tokens, not as text.
 
     Raises:
         RequestError: A tool or the choice cannot be served; the message names it.
     """
+    tokens = special_tokens or {}
+    hidden = {name for name, token in tokens.items() if not token.is_shown}
+    marks = frozenset() if reasoning_format is None else reasoning_format.texts
+    plain = ToolPlan(shows_special_tokens=not hidden.isdisjoint(marks))
     if not tools:
         if tool_choice not in _FREE_CHOICES:
             raise RequestError("tool_choice: there are no tools to choose from; send tools, or leave it out")
-        return ToolPlan()
+        return plain
     shown, functions, custom = _read_tools(tools)
     mode, chosen = _read_choice(tool_choice, list(functions))
     if mode == "none" or not chosen:
-        return ToolPlan()
-    tokens, call_format = special_tokens or {}, find_format(chat_template)
+        return plain
     grammar = CallGrammar(
         call_format,
         tuple(functions[name] for name in chosen),
@@ -97,9 +114,8 @@ def plan_tools(
         parallel_tool_calls is not False and mode != "function",
         tokens,
     )
-    hidden = {name for name, token in tokens.items() if not token.is_shown}
-    shows_special_tokens = not hidden.isdisjoint(call_format.texts)
-    return ToolPlan(grammar.params(None), shown, call_format, shows_special_tokens, custom, grammar)
+    shows_special_tokens = any(name in text for name in hidden for text in (*call_format.texts, *marks))
+    return ToolPlan(grammar.params(None), shown, call_format, shows_special_tokens, custom, None, grammar)
 
 
 def left_out_tools(tools: Sequence[Any] | None, tool_choice: Any = None) -> list[str]:

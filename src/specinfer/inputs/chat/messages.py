@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specinfer.core.errors import RequestError
-from specinfer.inputs.formats.calls import ToolFormat
+from specinfer.inputs.formats.calls import CallFormat
+from specinfer.inputs.formats.writing import written_calls
 
 Message = dict[str, Any]
 
@@ -36,7 +37,7 @@ To call one, write this and nothing after it, with the function's name and its a
 </tool_call>"""
 
 
-def read_messages(messages: Any, *, has_developer: bool, call_format: ToolFormat) -> list[Message]:
+def read_messages(messages: Any, *, has_developer: bool, call_format: CallFormat) -> list[Message]:
     """Return checked messages in the form that templates read.
 
     Args:
@@ -68,7 +69,7 @@ def add_tools(
     Args:
         as_system: Whether the template accepts a system message; if not, the tools are put into the first message.
     """
-    result = [_with_tools(message) for message in messages]
+    result = [_as_user(message) for message in messages]
     if not tools:
         return result
     text = _TOLD.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -82,18 +83,30 @@ def add_tools(
     return result
 
 
-def _with_tools(message: Message) -> Message:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+def as_written(message: Message, call_format: CallFormat) -> Message:
+    """Return a message with its calls as the template takes them: as text of the content if it leaves calls out."""
     if "tool_calls" not in message:
         return message
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
-    texts = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
-    content = "\n".join([message["content"], *texts] if message["content"] else texts)
+    functions = [call["function"] for call in message["tool_calls"]]
+    if call_format.writes_calls and call_format.is_native:
+        if not call_format.has_text_arguments:
+            return message
+        texts = [one | {"arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
+        calls = zip(message["tool_calls"], texts, strict=True)
+        return message | {"tool_calls": [call | {"function": function} for call, function in calls]}
+    text = written_calls(call_format, [(one["name"], one["arguments"]) for one in functions])
+    content = f"{message['content']}\n{text}" if message["content"] else text
     return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
 
 
-def _read_message(field: str, given: Any, call_format: ToolFormat) -> Message:
+def _as_user(message: Message) -> Message:
+    """Return a tool's result as a message of the user, for a template that does not know tools."""
+    if message["role"] != "tool":
+        return message
+    return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+
+
+def _read_message(field: str, given: Any, call_format: CallFormat) -> Message:
     if not isinstance(given, Mapping):
         raise RequestError(f"{field}: must be an object with role and content, not {given!r:.60}")
     role = given.get("role")
@@ -145,7 +158,7 @@ def _read_content(field: str, content: Any) -> str:
     return "\n".join(texts)
 
 
-def _read_calls(field: str, given: Mapping[str, Any], call_format: ToolFormat) -> list[Message]:
+def _read_calls(field: str, given: Mapping[str, Any], call_format: CallFormat) -> list[Message]:
     calls = given.get("tool_calls")
     if given.get("function_call") is not None:
         if calls:
@@ -158,7 +171,7 @@ def _read_calls(field: str, given: Mapping[str, Any], call_format: ToolFormat) -
     return [_read_call(f"{field}.tool_calls[{i}]", call, call_format) for i, call in enumerate(calls)]
 
 
-def _read_call(field: str, call: Any, call_format: ToolFormat) -> Message:
+def _read_call(field: str, call: Any, call_format: CallFormat) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or call.get("type", "function") != "function":
         raise RequestError(f'{field}: must have type "function", and function with name and arguments')
@@ -184,7 +197,7 @@ def _read_call(field: str, call: Any, call_format: ToolFormat) -> Message:
     }
 
 
-def _call_id(call_id: str, call_format: ToolFormat) -> str:
+def _call_id(call_id: str, call_format: CallFormat) -> str:
     """Return the id; for templates that only take short ids, nine characters of its hash."""
     is_short = len(call_id) == _SHORT_ID and call_id.isascii() and call_id.isalnum()
     if not call_format.has_short_ids or is_short:

@@ -13,11 +13,12 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
+from specinfer.core.config import AUTO
 from specinfer.core.errors import RequestError, first_line
 from specinfer.inputs.chat.control_tokens import ControlTokens
-from specinfer.inputs.chat.messages import Message, add_tools, read_messages
+from specinfer.inputs.chat.messages import Message, add_tools, as_written, read_messages
+from specinfer.inputs.chat.output_formats import OutputFormats
 from specinfer.inputs.chat.special_tokens import SpecialToken
-from specinfer.inputs.formats.calls import find_format
 from specinfer.inputs.prompt_limits import PromptLimits
 
 logger = logging.getLogger(__name__)
@@ -49,13 +50,16 @@ class ChatTemplate:
     Args:
         tokenizer: The model's tokenizer with `apply_chat_template`, or None if there is none and no chat can be read.
         max_model_len: Conversations that cannot fit into this many tokens are refused before they are encoded.
+        parsers: Names of the formats of thoughts and of calls, or "auto".
 
     Attributes:
+        formats: The formats of the model's thoughts and calls.
         override: Template in place of the model's, if there is one; see `replace`.
     """
 
-    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Any, max_model_len: int, parsers: tuple[str, str] = (AUTO, AUTO)) -> None:
         self._tokenizer = tokenizer
+        self.formats = OutputFormats(tokenizer, *parsers)
         self._limits = PromptLimits(tokenizer, 0, max_model_len, ())
         self.override: str | None = None
         self._codes: dict[str, _Code] = {}
@@ -111,7 +115,7 @@ class ChatTemplate:
             code = self._codes.get(text) or self._codes.setdefault(text, self._read_code(text))
         except ValueError as error:
             raise RequestError(f"messages: this model's {error}") from error
-        call_format = find_format(text)
+        call_format = self.formats.calls(text)
         options: dict[str, Any] = {
             "chat_template": text,
             "add_generation_prompt": add_generation_prompt,
@@ -119,7 +123,8 @@ class ChatTemplate:
             **self._checked(template_kwargs, code),
         }
         has_developer = "developer" in code.literals
-        conversation = read_messages(messages, has_developer=has_developer, call_format=call_format)
+        given = read_messages(messages, has_developer=has_developer, call_format=call_format)
+        conversation = [as_written(message, call_format) for message in given]
         if call_format.is_native:
             return self._encode(conversation, options | {"tools": list(tools) if tools else None}, code)
         try:

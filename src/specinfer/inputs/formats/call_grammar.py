@@ -9,78 +9,125 @@ from typing import Any
 from specinfer.core.errors import RequestError
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.inputs.chat.special_tokens import SpecialToken
-from specinfer.inputs.formats.calls import ToolFormat
+from specinfer.inputs.formats.argument_grammar import Arguments, CallableFunction
+from specinfer.inputs.formats.calls import CallFormat, CallNumber, JsonArguments, Label, Name, Part
+from specinfer.inputs.formats.harmony import TEXTS, channel_rules
+from specinfer.inputs.formats.lark import Literals, quoted, ranges
 
-
-@dataclass(frozen=True, slots=True)
-class CallableFunction:
-    """A function that the model may call, and the JSON schema of its arguments."""
-
-    name: str
-    schema: dict[str, Any]
+# A space, or line breaks and indentation: a model that wants to end its text cannot fill it with whitespace.
+_SPACE = r"WS: /[ \t]|(\r?\n){1,2}[ \t]{0,16}/"
+_LABEL = "LABEL: /[A-Za-z0-9_-]{1,64}/"
+_NUMBER = "NUMBER: /[0-9]{1,4}/"
 
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """The grammar of a response in Lark's notation; each function's arguments are a separate JSON schema."""
+    """The grammar of a response.
 
-    call_format: ToolFormat
+    Attributes:
+        must_call: Whether the response is nothing but calls.
+        is_parallel: Whether it may have more than one call.
+    """
+
+    call_format: CallFormat
     functions: tuple[CallableFunction, ...]
     must_call: bool
     is_parallel: bool
     special_tokens: Mapping[str, SpecialToken]
 
     def params(self, answer: StructuredOutputsParams | None) -> StructuredOutputsParams:
-        """Return the grammar of calls, free text, or calls and responses of another format."""
-        schemas: dict[str, Any] = {
-            _rule_of(i, function.name): function.schema for i, function in enumerate(self.functions)
-        }
-        rules = [*self._calls()]
+        """Return the grammar of calls and free text, or of calls and responses of another format.
+
+        Raises:
+            RequestError: Calls of this model cannot be distinguished from a response of that format.
+        """
+        style, literals = self.call_format, Literals({*self.call_format.texts, *TEXTS}, self.special_tokens)
+        arguments = Arguments(literals)
+        if style.has_channels:
+            return self._with_channels(answer, literals, arguments)
+        rules = self._calls(literals, arguments)
+        named: dict[str, Any] = dict(arguments.named)
         if self.must_call:
-            rules = ["start: calls", f"opening: {self._opening()}", *rules]
+            rules = ["start: calls", f"opening: {self._opening(literals)}", *rules]
         elif answer is None:
-            rules = [*self._text(), *rules]
+            rules = [*self._text(literals), *rules]
+        elif not style.follows_text:
+            raise RequestError(
+                f"{answer.field}: this model's calls cannot be told from other JSON; leave it out, or the tools"
+            )
         else:
-            rule, more = self._answer_rule(answer)
-            schemas |= more
-            rules = ["start: calls | answer", f"opening: {self._opening()}", f"answer: {rule}", *rules]
-        return StructuredOutputsParams(grammar="\n".join(rules), schemas=schemas, field="tools")
+            named["answer"] = answer
+            rules = ["start: calls | @answer", f"opening: {self._opening(literals)}", *rules]
+        return StructuredOutputsParams(grammar="\n".join(rules), schemas=named, field="tools")
 
-    def _calls(self) -> list[str]:
-        """Return the rules for one call or several, after their opening."""
+    def _with_channels(
+        self, answer: StructuredOutputsParams | None, literals: Literals, arguments: Arguments
+    ) -> StructuredOutputsParams:
+        """Return the grammar of a response whose messages have channels, thoughts among them."""
         style = self.call_format
-        named = []
-        for i, function in enumerate(self.functions):
-            name = json.dumps(function.name, ensure_ascii=False) if style.quotes_name else function.name
-            named.append(self._sequence([name, *style.between], f"@{_rule_of(i, function.name)}"))
-        more = ""
-        if self.is_parallel and style.again:
-            again = self._sequence(list(style.again), "named", *style.after)
-            more = f" (WS? {again})*"
-        end = "".join(f" WS? {self._literal(text)}" for text in style.end)
-        first = self._sequence(list(style.first[1:]), "named", *style.after)
-        return [
-            f"calls: opening WS? {first}{more}{end}",
-            "named: " + " | ".join(named),
-            r"WS: /[ \t\r\n]{1,16}/",
-        ]
+        notation = style.call[-1]
+        assert isinstance(notation, JsonArguments)
+        found = [arguments.rule(i, function, notation) for i, function in enumerate(self.functions)]
+        rules = [f"arguments_{i}: {rule}" for i, rule in enumerate(found)]
+        named: dict[str, Any] = dict(arguments.named)
+        if answer is not None:
+            named["answer"] = answer
+        shown = None if self.must_call else "TEXT" if answer is None else "@answer"
+        rules = [*channel_rules((function.name for function in self.functions), shown, literals), *rules, _SPACE]
+        return StructuredOutputsParams(grammar="\n".join(rules), schemas=named, field="tools", enable_in_reasoning=True)
 
-    def _opening(self) -> str:
+    def _calls(self, literals: Literals, arguments: Arguments) -> list[str]:
+        """Return the rules for one call or several, after the text that marks their beginning."""
+        style = self.call_format
+        begin, (opener, *parts) = style.begin[1:], style.call
+        tail = tuple(parts) if not style.begin else style.call
+        rules = [self._call(i, function, tail, literals, arguments) for i, function in enumerate(self.functions)]
+        names = " | ".join(f"call_{i}" for i in range(len(self.functions)))
+        between = [*style.between, *([] if style.begin else [str(opener)])]
+        more = f" ({_sequence([*map(literals.of, between), 'call'], leads=True)})*"
+        if not self.is_parallel or not style.is_repeated:
+            more = ""
+        end = _sequence(map(literals.of, style.end), leads=True)
+        # The text may end after whitespace, too: many models write a line break before they end it.
+        calls = f"calls: {_sequence(['opening', *map(literals.of, begin), 'call'])}{more}{end} WS?"
+        texts = "\n".join((calls, *rules))
+        extra = [rule for name, rule in (("LABEL", _LABEL), ("NUMBER", _NUMBER)) if name in texts]
+        return [calls, f"call: {names}", *rules, *arguments.rules, _SPACE, *extra]
+
+    def _call(
+        self, i: int, function: CallableFunction, parts: tuple[Part, ...], literals: Literals, arguments: Arguments
+    ) -> str:
+        made: list[str] = []
+        for part in parts:
+            if isinstance(part, str):
+                made.append(literals.of(part))
+            elif isinstance(part, Name):
+                name = json.dumps(function.name, ensure_ascii=False) if part.is_quoted else function.name
+                made.append(quoted(name))
+            elif isinstance(part, Label):
+                made.append(r'"\"" LABEL "\""' if part.is_quoted else "LABEL")
+            elif isinstance(part, CallNumber):
+                made.append("NUMBER")
+            else:
+                made.append(arguments.rule(i, function, part))
+        return f"call_{i}: {_sequence(made)}"
+
+    def _opening(self, literals: Literals) -> str:
         lead = self.call_format.lead
-        optional = f"{self._literal(lead)}? WS? " if lead in self.special_tokens and lead is not None else ""
-        return optional + self._literal(self.call_format.trigger)
+        optional = f"{literals.of(lead)}? WS? " if lead is not None and lead in self.special_tokens else ""
+        return optional + literals.of(self.call_format.trigger)
 
-    def _text(self) -> list[str]:
+    def _text(self, literals: Literals) -> list[str]:
         """Return the rules for free text in which a call may begin. It includes shown tokens, except those of calls."""
-        style, trigger = self.call_format, self._literal(self.call_format.trigger)
+        style, trigger = self.call_format, literals.of(self.call_format.trigger)
         others = [t.id for name, t in self.special_tokens.items() if t.is_shown and name not in style.texts]
         between = " (other TEXT)*" if others else ""
-        rules = [f"other: <[{_ranges(others)}]>"] if others else []
+        rules = [f"other: <[{ranges(others)}]>"] if others else []
         if not style.follows_text:
             # Text that begins like a call could not be distinguished from one.
             start = re.escape(style.trigger[0])
             rules += [rf"FIRST: /([ \t\r\n]*[^ \t\r\n{start}](.|\n)*)?/", "TEXT: /(?s:.*)/"]
-            return [f"start: calls | FIRST{between}", f"opening: {self._opening()}", *rules]
+            return [f"start: calls | FIRST{between}", f"opening: {self._opening(literals)}", *rules]
         rules.insert(0, f"start: calls | TEXT{between}")
         before = "(TEXT other)* " if others else ""
         if style.trigger in self.special_tokens:
@@ -89,41 +136,8 @@ class CallGrammar:
             return [*rules, f"TEXT: /(?s:.*)/ & ~{spelled}", f"opening: {before}TEXT {trigger}"]
         return [*rules, "TEXT: /(?s:.*)/", f"opening: {before}last", f"last[lazy]: TEXT {trigger}"]
 
-    def _answer_rule(self, asked: StructuredOutputsParams) -> tuple[str, dict[str, Any]]:
-        """Return a rule for answers of a format, and the schemas that it refers to."""
-        if asked.kind in ("grammar", "grammars"):
-            raise RequestError("structured_outputs: grammar cannot be joined with tools; leave one of them out")
-        if not self.call_format.follows_text:
-            raise RequestError(
-                f"{asked.field}: this model's calls cannot be told from other JSON; leave it out, or the tools"
-            )
-        if asked.kind == "json":
-            return "@answer", {"answer": asked.text}
-        if asked.choice is not None:
-            return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in asked.choice), {}
-        return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", asked.text) + "/", {}
 
-    def _sequence(self, texts: list[str], rule: str, *after: str) -> str:
-        """Return texts with a rule among them; whitespace may be between them."""
-        return " WS? ".join([*map(self._literal, texts), rule, *map(self._literal, after)])
-
-    def _literal(self, text: str) -> str:
-        token = self.special_tokens.get(text)
-        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token.id}]>"
-
-
-def _rule_of(index: int, name: str) -> str:
-    """Return the name of a function's schema in the grammar, which may have fewer characters than a function's."""
-    plain = re.sub(r"[^a-zA-Z0-9_-]", "_", name)
-    return f"of-{name}" if plain == name else f"of-{plain}--{index}"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Return numbers in Lark's notation, with consecutive ones as a range."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in ranges)
+def _sequence(texts: Any, *, leads: bool = False) -> str:
+    """Return texts in a row with whitespace between them, and before the first one if it `leads`."""
+    row = [text for text in texts if text]
+    return (" WS? " if leads and row else "") + " WS? ".join(row)

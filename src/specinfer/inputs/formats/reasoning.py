@@ -1,0 +1,64 @@
+"""Models' formats of thoughts: the texts around the thought that precedes an answer."""
+
+from dataclasses import dataclass
+
+from specinfer.inputs.formats.harmony import CHANNEL, END, MESSAGE, START
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The texts around a thought.
+
+    Attributes:
+        start, end: Texts before and after it.
+        forced_end: Text that ends a thought whose budget is spent.
+        has_channels: Whether each message of the answer has a channel, as gpt-oss writes them (`harmony.py`).
+    """
+
+    start: str
+    end: str
+    forced_end: str
+    has_channels: bool = False
+
+    @property
+    def texts(self) -> frozenset[str]:
+        """All texts of the format."""
+        return frozenset((CHANNEL, MESSAGE, START, END) if self.has_channels else (self.start, self.end))
+
+
+def _tags(start: str, end: str) -> ReasoningFormat:
+    return ReasoningFormat(start, end, f"\n{end}\n\n")
+
+
+_FINAL = f"{CHANNEL}final{MESSAGE}"
+THINK = _tags("<think>", "</think>")
+HARMONY = ReasoningFormat(f"{CHANNEL}analysis{MESSAGE}", _FINAL, f"{END}{START}assistant{_FINAL}", has_channels=True)
+_FORMATS = {
+    "openai_gptoss": HARMONY,
+    "think": THINK,
+    "mistral": _tags("[THINK]", "[/THINK]"),
+    "seed_oss": _tags("<seed:think>", "</seed:think>"),
+    "hy_v3": _tags("<think:opensource>", "</think:opensource>"),
+    "cohere_command3": _tags("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma4": _tags("<|channel>thought", "<channel|>"),
+    "apertus": _tags("<|inner_prefix|>", "<|inner_suffix|>"),
+    "minimax_m3": _tags("<mm:think>", "</mm:think>"),
+    "granite": _tags("Here is my thought process:", "Here is my response:"),
+    "apriel": _tags("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+}
+# Names of vLLM's `--reasoning-parser` for formats that differ in nothing here.
+_OF_THINK = (
+    "deepseek_r1", "deepseek_v3", "deepseek_v4", "ernie45", "exaone4", "glm45", "glm47", "holo2", "hunyuan_a13b",
+    "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "qwen3", "step3", "step3p5",
+)  # fmt: skip
+REASONING_FORMATS = _FORMATS | dict.fromkeys(_OF_THINK, THINK)
+
+
+def find_reasoning(template: str | None) -> ReasoningFormat | None:
+    """Return the format of the thoughts that a chat template knows, or None."""
+    text = template or ""
+    for found in _FORMATS.values():
+        names = (CHANNEL, MESSAGE, "analysis") if found.has_channels else (found.end,)
+        if all(name in text for name in names):
+            return found
+    return None
