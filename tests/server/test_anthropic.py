@@ -197,6 +197,15 @@ def test_tools_of_the_service_and_hints_are_left_out_and_named(server: Server) -
     assert server.post("/v1/messages/count_tokens", **body).json()["input_tokens"] > 0
 
 
+def test_a_format_has_its_older_name_too(server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "schema": schema}
+    for body in ({"output_config": {"format": wanted}}, {"output_format": wanted}):
+        answer = server.post(**body)
+        assert IGNORED_HEADER not in answer.headers
+        assert answer.json()["content"][0]["text"].lstrip().startswith("{")  # the script has no brace
+
+
 @pytest.mark.parametrize("name", ["a" * 128, "files.read", "mcp__server__read-file"])
 def test_names_of_tools_have_the_length_of_the_api(name: str) -> None:
     call = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'

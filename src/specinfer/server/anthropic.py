@@ -58,6 +58,7 @@ class CountFields(BaseModel):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format
 
     def as_chat(self, conversation: Conversation, reader: PromptReader) -> ChatFields:
         """Return the request as one for a chat completion, whose messages are also in `conversation`.
@@ -77,8 +78,8 @@ class CountFields(BaseModel):
         if self.tool_choice is not None:
             fields |= _chat_choice(self.tool_choice)
         config = self.output_config or {}
-        if config.get("format") is not None:
-            fields["response_format"] = _chat_format(config["format"])
+        if (wanted := config.get("format", self.output_format)) is not None:
+            fields["response_format"] = _chat_format(wanted)
         fields |= self._thinking(reader, config.get("effort"), extra.get("chat_template_kwargs"))
         if conversation.messages and conversation.messages[-1].get("role") == "assistant":  # the answer continues it
             fields |= {"continue_final_message": True, "add_generation_prompt": False}

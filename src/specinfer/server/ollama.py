@@ -230,7 +230,8 @@ def _loaded(request: Request, fields: OllamaFields, empty: dict[str, Any]) -> Re
     """Answer a request without a prompt, which would load the model or remove it from memory: it stays loaded."""
     name = served_name(request, fields.model)
     head = {"model": fields.model or name or state_of(request).names[0], "created_at": now()}
-    is_over = re.fullmatch(r"(0+(\.0*)?[a-z]*)+", str(fields.keep_alive)) is not None
+    seconds = str(fields.keep_alive)
+    is_over = "0" in seconds and not set(seconds) - set("0.hmnsu\u00b5")  # such as 0, "0s" or "0m0.0s"
     return JSONResponse(head | empty | {"done": True, "done_reason": "unload" if is_over else "load"})
 
 
