@@ -259,14 +259,10 @@ def test_thoughts_are_turned_on_and_off_where_the_template_can(server: Server, t
     assert server.prompt(thinking=thinking, chat_template_kwargs={"enable_thinking": True}).endswith("assistant\n")
 
 
-def _blocks(max_tokens: int = 50, *, thinks: bool = False) -> MessageBlocks:
-    request = make_request("a", [1, 2, 3])
-    return MessageBlocks(
-        {"id": "msg_a", "type": "message", "role": "assistant", "model": "m"},
-        SimpleNamespace(requests=[request]),
-        max_tokens,
-        thinks=thinks,
-    )
+def _blocks(*, thinks: bool = False, omits_thoughts: bool = False) -> MessageBlocks:
+    generation: Any = SimpleNamespace(requests=[make_request("a", [1, 2, 3])])
+    head = {"id": "msg_a", "type": "message", "role": "assistant", "model": "m"}
+    return MessageBlocks(head, generation, 50, thinks=thinks, omits_thoughts=omits_thoughts)
 
 
 def test_thoughts_are_blocks_with_a_signature() -> None:
@@ -287,6 +283,17 @@ def test_thoughts_are_blocks_with_a_signature() -> None:
     assert thought == {"type": "thinking", "thinking": "Hm. So.", "signature": events[4]["delta"]["signature"]}
     assert thought["signature"]
     assert (text, call["input"]) == ({"type": "text", "text": "Yes."}, {})
+
+
+def test_a_thought_that_is_omitted_is_known_again(server: Server) -> None:
+    blocks, chunk = _blocks(omits_thoughts=True), TextChunk("", [], [], finish_reason="stop")
+    call = OutputDelta(index=0, id="a", name="read", arguments="{}")
+    events = blocks.push([OutputDelta(reasoning="Look it up."), call], chunk) + blocks.finish(chunk)
+    assert all(event["delta"].get("thinking", "") == "" for event in events if "delta" in event)
+    answer = blocks.whole()
+    assert answer["content"][0]["thinking"] == ""
+    prompt = server.prompt(messages=[USER, {"role": "assistant", "content": answer["content"]}, *_result("sunny")[2:]])
+    assert "<think>\nLook it up.\n</think>" in prompt
 
 
 def test_the_official_client_sums_up_thoughts(server: Server) -> None:

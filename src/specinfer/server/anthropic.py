@@ -94,7 +94,7 @@ class CountFields(BaseModel):
             return fields | ({} if is_on is False else {"thinking": self.thinking})  # named among the ignored fields
         if is_on and isinstance(asked.get("budget_tokens"), int):
             fields["thinking_token_budget"] = asked["budget_tokens"]
-        return fields | {"thinking.display": asked.get("display") == "omitted" or None}
+        return fields
 
 
 class MessagesFields(CountFields):
@@ -113,8 +113,7 @@ async def create_message(fields: MessagesFields, request: Request) -> Response:
     chat, conversation = _as_chat(fields, request)
     headers = chat.check()
     call = Call.of(request, chat)
-    work = _begin(call, chat, conversation, fields.max_tokens)
-    return await respond(request, work, headers | {"request-id": call.name})
+    return await respond(request, _begin(call, chat, conversation, fields), headers | {"request-id": call.name})
 
 
 @router.post("/v1/messages/count_tokens")
@@ -137,7 +136,7 @@ def _as_chat(fields: CountFields, request: Request) -> tuple[ChatFields, Convers
     return chat, conversation
 
 
-async def _begin(call: Call, fields: ChatFields, conversation: Conversation, max_tokens: int) -> ItemsResponse:
+async def _begin(call: Call, chat: ChatFields, conversation: Conversation, fields: MessagesFields) -> ItemsResponse:
     """Read a conversation and queue it.
 
     Raises:
@@ -146,13 +145,18 @@ async def _begin(call: Call, fields: ChatFields, conversation: Conversation, max
     """
     llm = call.state.engine.llm
     read, generation = await queue_conversation(
-        call, lambda: read_conversation(llm, fields), lambda error: _named(error, conversation)
+        call, lambda: read_conversation(llm, chat), lambda error: _named(error, conversation)
     )
     head = {"id": f"msg_{call.name}", "type": "message", "role": "assistant", "model": call.model}
-    is_off = False in (fields.chat_template_kwargs or {}).values()
-    thinks = llm.reader.reasoning_of(read.ids) is not None and not is_off
-    blocks = MessageBlocks(head, generation, max_tokens, thinks=thinks)
-    return ItemsResponse(fields, generation, blocks, read.plan.parser())
+    is_off = False in (chat.chat_template_kwargs or {}).values()
+    blocks = MessageBlocks(
+        head,
+        generation,
+        fields.max_tokens,
+        thinks=llm.reader.reasoning_of(read.ids) is not None and not is_off,
+        omits_thoughts=(fields.thinking or {}).get("display") == "omitted",
+    )
+    return ItemsResponse(chat, generation, blocks, read.plan.parser())
 
 
 def _named(error: RequestError, conversation: Conversation) -> RequestError:

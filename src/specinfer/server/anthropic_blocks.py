@@ -10,6 +10,7 @@ from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server.dialect import ANTHROPIC
 from specinfer.server.errors import ApiError
 from specinfer.server.json_body import read_generated
+from specinfer.server.responses_items import sealed
 from specinfer.server.usage import metrics_of, usage_of
 
 _EMPTY: Mapping[str, Mapping[str, Any]] = {  # the fields of a block at its start, by its type
@@ -29,10 +30,14 @@ class MessageBlocks:
         head: The fields that are known from the start.
         max_tokens: The limit that the request asked for; 0 for an answer without content.
         thinks: Whether a thought is likely to come first.
+        omits_thoughts: Whether thoughts are left out; their signature has them for when it is sent back.
     """
 
-    def __init__(self, head: dict[str, Any], generation: Generation, max_tokens: int | None, *, thinks: bool) -> None:
-        self._head, self._generation, self._max_tokens, self._thinks = head, generation, max_tokens, thinks
+    def __init__(
+        self, head: dict[str, Any], generation: Generation, max_tokens: int, *, thinks: bool, omits_thoughts: bool
+    ) -> None:
+        self._head, self._generation, self._max_tokens = head, generation, max_tokens
+        self._thinks, self._omits_thoughts = thinks, omits_thoughts
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[list[str]] = []  # the parts of each block's text, or of its input's JSON
@@ -76,7 +81,7 @@ class MessageBlocks:
     def whole(self) -> dict[str, Any]:
         content = []
         for block, parts in zip(self._blocks, self._texts, strict=True):
-            text = "".join(parts)
+            text = "" if block["type"] == "thinking" and self._omits_thoughts else "".join(parts)
             content.append(block | ({"input": _input_of(text)} if "input" in block else {block["type"]: text}))
         return self._head | {"content": content} | self._end | {"usage": self._usage()}
 
@@ -104,16 +109,17 @@ class MessageBlocks:
             return []
         events, self._open = [], None
         if self._blocks[-1]["type"] == "thinking":
-            self._blocks[-1]["signature"] = signature = sha256("".join(self._texts[-1]).encode()).hexdigest()
+            thought = "".join(self._texts[-1])
+            signature = sealed(thought) if self._omits_thoughts else sha256(thought.encode()).hexdigest()
+            self._blocks[-1]["signature"] = signature
             events.append(self._delta({"type": "signature_delta", "signature": signature}))
         return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def _piece(self, text: str) -> dict[str, Any]:
         kind = self._blocks[-1]["type"]
-        is_call = kind == "tool_use"
-        return self._delta(
-            {"type": "input_json_delta", "partial_json": text} if is_call else {"type": f"{kind}_delta", kind: text}
-        )
+        if kind == "tool_use":
+            return self._delta({"type": "input_json_delta", "partial_json": text})
+        return self._delta({"type": f"{kind}_delta", kind: "" if kind == "thinking" and self._omits_thoughts else text})
 
     def _delta(self, piece: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": piece}
@@ -123,8 +129,7 @@ class MessageBlocks:
             return "max_tokens"
         if chunk.finish_reason == "length":
             num_tokens = self._generation.requests[0].num_output
-            is_asked = self._max_tokens is not None and num_tokens >= self._max_tokens
-            return "max_tokens" if is_asked else "model_context_window_exceeded"
+            return "max_tokens" if num_tokens >= self._max_tokens else "model_context_window_exceeded"
         if any(block["type"] == "tool_use" for block in self._blocks):
             return "tool_use"
         return "stop_sequence" if isinstance(chunk.stop_reason, str) else "end_turn"

@@ -13,6 +13,7 @@ from typing import Any
 from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.messages import MAX_MESSAGES
 from specinfer.server.responses_fields import Conversation
+from specinfer.server.responses_items import unsealed
 
 NOT_SHOWN = "[{}: not shown, this model reads text only]"
 _THOUGHTS = ("thinking", "redacted_thinking")
@@ -62,7 +63,7 @@ def _add_answer(conversation: Conversation, blocks: list[Any], place: str, *, is
             answer = {"role": "assistant", "content": []}
             conversation.add(answer, place)
         if kind in _THOUGHTS:
-            if thought := _text(block.get("thinking")):
+            if thought := _text(block.get("thinking")) or unsealed(block.get("signature")):
                 answer["reasoning_content"] = "\n".join(filter(None, (answer.get("reasoning_content"), thought)))
         elif kind.endswith("tool_use"):
             arguments = {} if block.get("input") is None else block["input"]
