@@ -12,9 +12,12 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from scripted_target import scripted
 from serving import app_of, served
 from specinfer import LLM, AsyncLLM, SamplingParams
-from specinfer.server import pending_response, responses
+from specinfer.server import pending_response
+from specinfer.server.chat import read_conversation
+from specinfer.server.responses_fields import Conversation, ResponsesFields
 from talking import HERMES, save_talker
 
 TOOL: Any = {
@@ -81,6 +84,13 @@ def events_of(body: str) -> list[dict[str, Any]]:
         assert event["sequence_number"] == number
         events.append(event)
     return events
+
+
+def ids_of(llm: LLM, items: list[Any], **more: Any) -> list[int]:
+    """The prompt that an input becomes."""
+    fields = ResponsesFields.model_validate({"input": items, **more})
+    fields.check()
+    return read_conversation(llm, fields.as_chat(Conversation.of(fields).messages)).ids
 
 
 def test_an_answer_is_the_output_of_generate(llm: LLM) -> None:
@@ -177,9 +187,201 @@ def test_a_conversation_with_calls_goes_on(llm: LLM) -> None:
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
         {"role": "tool", "tool_call_id": "call_2", "content": "rain"},
     ]
-    fields = responses.ResponsesFields.model_validate({"input": items})
-    read = responses._read(llm, fields)
-    assert read.ids == llm.reader.read_chat(messages)
+    assert ids_of(llm, items) == llm.reader.read_chat(messages)
+
+
+# -------------------------------------------------------------------------------------------- Codex
+
+EXEC: Any = {
+    "type": "function", "name": "exec_command", "description": "Runs it.", "strict": False,
+    "parameters": {
+        "type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"], "additionalProperties": False,
+    },
+}  # fmt: skip
+WAIT: Any = EXEC | {
+    "name": "wait_agent",
+    "parameters": {"type": "object", "properties": {"target": {"type": "string"}}},
+}
+SPAWN: Any = WAIT | {"name": "spawn_agent", "defer_loading": True}
+PATCH: Any = {
+    "type": "custom", "name": "apply_patch", "description": "Not JSON.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: begin hunk+ end"},
+}  # fmt: skip
+CODEX: dict[str, Any] = {
+    "instructions": "Be brief.",
+    "tools": [
+        EXEC,
+        {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [WAIT, PATCH]},
+        PATCH,
+        {"type": "tool_search", "execution": "client", "description": "Finds.", "parameters": WAIT["parameters"]},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "image_generation", "output_format": "png"},
+    ],
+    "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"effort": None, "summary": "auto"},
+    "store": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "key", "text": {"verbosity": "low"},
+    "client_metadata": {"session_id": "x"}, "service_tier": "auto", "safety_identifier": "me", "max_tool_calls": 3,
+}  # fmt: skip
+USER: Any = {"type": "message", "id": "msg_0", "role": "user", "content": [{"type": "input_text", "text": "Go."}]}
+DEVELOPER: Any = USER | {"role": "developer", "content": [{"type": "input_text", "text": "You are Codex."}]}
+
+
+def _tagged(name: str, **arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+CALLS = "I look.\n" + "\n".join(
+    [
+        _tagged("exec_command", cmd="ls"), _tagged("agents__wait_agent", target="a"),
+        _tagged("apply_patch", input='*** "Begin"\n+x'), _tagged("agents__apply_patch", input="-"),
+        _tagged("tool_search", target="spawn"),
+    ]
+)  # fmt: skip
+ITEMS: list[dict[str, Any]] = [
+    {"type": "function_call", "name": "exec_command", "arguments": '{"cmd": "ls"}'},
+    {"type": "function_call", "name": "wait_agent", "namespace": "agents", "arguments": '{"target": "a"}'},
+    {"type": "custom_tool_call", "name": "apply_patch", "input": '*** "Begin"\n+x'},
+    {"type": "custom_tool_call", "name": "apply_patch", "namespace": "agents", "input": "-"},
+    {"type": "tool_search_call", "execution": "client", "arguments": {"target": "spawn"}},
+]
+
+
+def test_codex_gets_calls_in_the_items_of_its_tools_and_sends_them_back() -> None:
+    async def talk(client: openai.AsyncOpenAI, llm: Any) -> None:
+        body: Any = CODEX | {"model": "tiny", "input": [DEVELOPER, USER]}
+        known = body.keys() - {"client_metadata"}
+        body = {key: body[key] for key in known} | {"extra_body": {"client_metadata": CODEX["client_metadata"]}}
+        raw = await client.responses.with_raw_response.create(**body)
+        assert raw.headers["x-specinfer-ignored-fields"] == (
+            "client_metadata, max_tool_calls, tools.web_search, tools.image_generation"
+        )
+        whole = raw.parse()
+        message, *calls = [item.model_dump(exclude_none=True) for item in whole.output]
+        assert message["content"][0]["text"] == "I look."
+        assert [call | item for call, item in zip(calls, ITEMS, strict=True)] == calls
+        async with client.responses.stream(**body) as stream:
+            events = [event async for event in stream]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        inputs = [event for event in events if event.type.startswith("response.custom_tool_call_input")]
+        assert "".join(getattr(event, "delta", "") for event in inputs) == '*** "Begin"\n+x-'
+        assert [event.input for event in inputs if event.type.endswith("done")] == ['*** "Begin"\n+x', "-"]
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        last = events[-1]
+        assert last.type == "response.completed"
+        assert [item.id for item in done] == [item.id for item in last.response.output]
+        assert [item.type for item in done] == [item.type for item in whole.output]
+
+        found = {"type": "namespace", "name": "agents", "tools": [SPAWN, WAIT]}
+        outputs = [
+            {"type": "function_call_output", "call_id": calls[0]["call_id"], "output": "a.txt"},
+            {"type": "function_call_output", "call_id": calls[1]["call_id"], "output": [
+                {"type": "input_text", "text": "done"},
+            ]},
+            {"type": "custom_tool_call_output", "call_id": calls[2]["call_id"], "output": "Success"},
+            {"type": "custom_tool_call_output", "call_id": calls[3]["call_id"], "output": "Failure"},
+            {"type": "tool_search_output", "call_id": calls[4]["call_id"], "execution": "client", "tools": [found]},
+        ]  # fmt: skip
+        again = [item.to_dict() for item in done]
+        second = await client.responses.create(**body | {"input": [DEVELOPER, USER, *again, *outputs]})
+        (call,) = second.output
+        assert (call.type, call.name, call.namespace) == ("function_call", "spawn_agent", "agents")  # type: ignore[union-attr]
+        prompt = llm.script.prompts[-1]
+        assert CALLS.replace("\n<tool_call>", "<tool_call>") in prompt
+        for text in ("a.txt", "done", "Success", "agents__spawn_agent"):
+            assert text in prompt
+        assert "base64" not in prompt
+
+    with scripted([CALLS, CALLS, _tagged("agents__spawn_agent", target="b")], drafters=["ngram"]) as llm:
+        with_sdk(llm, lambda client: talk(client, llm))
+
+
+def test_a_choice_may_name_a_tool_of_each_kind() -> None:
+    choices: list[Any] = [
+        {"type": "custom", "name": "apply_patch"},
+        {"type": "function", "name": "wait_agent", "namespace": "agents"},
+        {"type": "allowed_tools", "mode": "required", "tools": [
+            {"type": "function", "name": "wait_agent", "namespace": "agents"}, {"type": "web_search"},
+        ]},
+        {"type": "function", "name": "exec_command"},
+    ]  # fmt: skip
+    with scripted(["no call"]) as llm:
+        answers = post(llm, *[CODEX | {"input": "Go.", "tool_choice": choice} for choice in choices])
+    names = ["apply_patch", "wait_agent", "wait_agent", "exec_command"]
+    assert [answer.json()["output"][0]["name"] for answer in answers] == names
+
+
+def test_a_tool_of_a_service_is_left_out_and_named_also_as_the_only_one_that_may_answer() -> None:
+    hosted = [
+        {"type": kind} for kind in ("mcp", "local_shell", "computer_use_preview", "file_search", "code_interpreter")
+    ]
+    bodies: list[dict[str, Any]] = [
+        {"tools": hosted}, {"tools": hosted, "tool_choice": "required"}, {"tools": [{"type": "tool_search"}]},
+        {"tools": [TOOL], "tool_choice": {"type": "web_search_preview"}}, {"reasoning": {"context": "x"}},
+    ]  # fmt: skip
+    with scripted(["Hello."]) as llm:
+        answers = post(llm, *[{"input": "Go."} | body for body in bodies])
+    assert [answer.json()["output"][0]["content"][0]["text"] for answer in answers] == ["Hello."] * len(bodies)
+    named = [answer.headers["x-specinfer-ignored-fields"] for answer in answers]
+    kinds = ", ".join(f"tools.{tool['type']}" for tool in hosted)
+    assert named == [kinds, f"{kinds}, tool_choice", "tools.tool_search", "tool_choice", "reasoning.context"]
+
+
+# -------------------------------------------------------------------------------------------- items
+
+
+def test_items_of_other_servers_become_messages_or_are_left_out(llm: LLM) -> None:
+    shell = {
+        "type": "local_shell_call",
+        "call_id": "c",
+        "status": "completed",
+        "action": {"type": "exec", "command": ["ls"]},
+    }
+    items: list[dict[str, Any]] = [
+        USER,
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"},
+        {"type": "item_reference", "id": "rs_2"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+        USER | {"role": "assistant", "status": "completed", "phase": "commentary", "content": [
+            {"type": "output_text", "text": "I look.", "annotations": [{"type": "url_citation"}], "logprobs": []},
+        ]},
+        shell,
+        {"type": "local_shell_call_output", "call_id": "c", "output": "a.txt"},
+        {"type": "ghost_snapshot", "ghost_commit": {}},
+        {"type": "compaction", "encrypted_content": "x"},
+        {"type": "tool_search_call", "execution": "server", "call_id": None, "arguments": {}},
+        {"type": "agent_message", "author": "/root", "recipient": "/root/x", "content": [
+            {"type": "input_text", "text": "Come here."}, {"type": "encrypted_content", "encrypted_content": "x"},
+        ]},
+        {"type": "function_call_output", "output": "ring"},
+    ]  # fmt: skip
+    call = {"id": "c", "function": {"name": "local_shell", "arguments": shell["action"]}}
+    messages = [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "a.txt"},
+        {"role": "user", "content": "Come here."},
+        {"role": "tool", "content": "ring"},
+    ]
+    assert ids_of(llm, items) == llm.reader.read_chat(messages)
+    (answer,) = post(llm, {"input": items, "max_output_tokens": 1})
+    assert answer.status_code == 200, answer.text
+    kinds = ("reasoning", "item_reference", "web_search_call", "ghost_snapshot", "compaction", "tool_search_call")
+    assert answer.headers["x-specinfer-ignored-fields"] == ", ".join(f"input.{kind}" for kind in kinds)
+
+
+def test_an_input_is_counted(llm: LLM) -> None:
+    async def run() -> None:
+        async with served(llm) as (client, _):
+            counted = await client.post("/v1/responses/input_tokens", json={"input": "Rome?", "tools": [TOOL]})
+            answer = await client.post("/v1/responses", json=WITH_TOOL)
+            assert counted.json() == {
+                "object": "response.input_tokens", "input_tokens": answer.json()["usage"]["input_tokens"],
+            }  # fmt: skip
+            refused = await client.post("/v1/responses/input_tokens", json={"input": 3})
+            assert refused.status_code == 400
+            missing = await client.post("/v1/responses/compact", json={"input": "Rome?", "model": "tiny"})
+            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+
+    asyncio.run(run())
 
 
 # ---------------------------------------------------------------------------------- official client
@@ -281,6 +483,9 @@ def test_a_failure_in_mid_stream_is_an_event(llm: LLM, monkeypatch: pytest.Monke
         ({"input": []}, "input", 400),
         ({"input": [{"role": "user", "content": "a"}] * 5000}, "input", 400),
         ({"input": [{"type": "reasoning"}]}, "input", 400),
+        ({"input": [USER, {"type": "compaction_trigger"}]}, "input", 400),
+        ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input", 400),
+        ({"input": [USER, {"type": 3}]}, "input", 400),
         ({"input": [{"role": "assistant", "content": "a", "tool_calls": [3]}]}, "input", 400),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", 400),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/"}]}]}, "input", 400),

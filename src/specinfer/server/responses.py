@@ -6,21 +6,22 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from starlette.exceptions import HTTPException
 
 from specinfer.core.errors import RequestError, reworded
 from specinfer.core.sampling import SamplingParams
-from specinfer.llm import LLM
 from specinfer.server.call import Call
-from specinfer.server.chat import ReadConversation
+from specinfer.server.chat import ReadConversation, read_conversation
+from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import ApiError
-from specinfer.server.parameters import sampling_params, truncated
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
-from specinfer.server.responses_fields import Conversation, ResponsesFields, chat_tool_choice, chat_tools
+from specinfer.server.responses_fields import Conversation, ResponsesFields
 from specinfer.server.responses_items import ResponseItems
-from specinfer.server.tools import plan_tools
 
 router = APIRouter(route_class=ParsedRoute)
+# Names of chat completions in errors, and their names here.
+_NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 
 
 @router.post("/v1/responses", responses=RESPONSES)
@@ -28,6 +29,20 @@ async def create_response(fields: ResponsesFields, request: Request) -> Response
     """Answer an input. Nothing is stored: to continue, the client sends the whole conversation again."""
     headers = fields.check()
     return await respond(request, _begin(Call.of(request, fields), fields), headers)
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_tokens(fields: ResponsesFields, request: Request) -> dict[str, Any]:
+    """Count the tokens of an input."""
+    fields.check()
+    read = await until_disconnect(request, _read(Call.of(request, fields), fields))
+    return {"object": "response.input_tokens", "input_tokens": len(read.ids)}
+
+
+@router.post("/v1/responses/compact", include_in_schema=False)
+async def compact() -> Response:
+    """Answer as under a path that is not known; otherwise the path of a response would name its methods."""
+    raise HTTPException(404)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -47,51 +62,45 @@ async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
         RequestError: The request cannot be served.
         QueueFullError: The queue has no room for it.
     """
+    read = await _read(call, fields)
     try:
-        read = await call.read(lambda: _read(call.state.engine.llm, fields))
         (generation,) = await call.submit([(read.ids, read.params)], read.plan.reasoning)
     except RequestError as error:
-        raise reworded(error, re.sub(r"\bmax_tokens\b", "max_output_tokens", str(error))) from error
-    items = ResponseItems(call.name, _head(call, fields, read.params), generation)
+        raise _named(error) from error
+    items = ResponseItems(
+        call.name,
+        _head(call, fields, read.params),
+        generation,
+        fields.flat_tools()[1],
+        has_summaries=(fields.reasoning or {}).get("summary") not in (None, "none"),
+        seals="reasoning.encrypted_content" in (fields.include or ()),
+    )
     return ItemsResponse(fields, generation, items, read.plan.parser())
 
 
-def _read(llm: LLM, fields: ResponsesFields) -> ReadConversation:
-    """Render and check a request; runs in the thread that may use the tokenizer."""
-    reader, conversation = llm.reader, Conversation.of(fields)
-    try:
-        plan = plan_tools(
-            chat_tools(fields.tools),
-            chat_tool_choice(fields.tool_choice),
-            fields.parallel_tool_calls,
-            reader.call_format,
-            reasoning_format=reader.reasoning_format,
-            special_tokens=reader.special_tokens,
-        )
-    except RequestError as error:  # this endpoint's tools have no "function" level
-        raise RequestError(str(error).replace("].function.", "].")) from error
-    params = sampling_params(
-        fields,
-        llm.target.loaded.sampling_defaults,
-        max_tokens=fields.max_output_tokens,
-        structured_outputs=plan.combined(fields.structured_outputs_params()),
-        shows_special_tokens=plan.shows_special_tokens,
-    )
-    kwargs = dict(fields.chat_template_kwargs or {})
-    effort = (fields.reasoning or {}).get("effort")
-    if isinstance(effort, str) and "reasoning_effort" in (reader.chat_template or ""):
-        kwargs.setdefault("reasoning_effort", effort)
-    try:
-        ids = reader.read_chat(conversation.messages, tools=plan.tools_for_template, template_kwargs=kwargs or None)
-    except RequestError as error:
-        raise conversation.named(error) from error
-    plan = plan.thinking(reader.reasoning_of(ids))
-    return ReadConversation(truncated(ids, fields, llm.max_model_len, fields.max_output_tokens), params, plan)
+async def _read(call: Call, fields: ResponsesFields) -> ReadConversation:
+    def read() -> ReadConversation:
+        conversation = Conversation.of(fields)
+        try:
+            return read_conversation(call.state.engine.llm, fields.as_chat(conversation.messages))
+        except RequestError as error:
+            raise _named(conversation.named(error)) from error
+
+    return await call.read(read)
+
+
+def _named(error: RequestError) -> RequestError:
+    """Return an error with the names of this endpoint's fields."""
+    message = str(error)
+    for name, here in _NAMES.items():
+        message = re.sub(rf"\b{name}\b", here, message)
+    return reworded(error, message)
 
 
 def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[str, Any]:
     """Return the fields of a response that are known from its start."""
-    tools = [{"description": None, "strict": None, "parameters": None} | tool for tool in fields.tools or ()]
+    nothing = {"description": None, "strict": None, "parameters": None}
+    tools = [nothing | tool if tool.get("type") == "function" else tool for tool in fields.tools or ()]
     return {
         "id": f"resp_{call.name}",
         "object": "response",
@@ -105,7 +114,7 @@ def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[s
         "model": call.model,
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": (fields.reasoning or {}).get("effort"), "summary": None},
+        "reasoning": {name: (fields.reasoning or {}).get(name) for name in ("effort", "summary")},
         "store": False,
         "temperature": params.temperature,
         "text": {"format": fields.format},

@@ -1,7 +1,8 @@
 """The fields of requests to /v1/responses, and their conversion to a chat.
 
-Each input item becomes a chat message: calls join the assistant message before them, and their outputs become tool
-messages. Nothing is stored, so references to stored things are refused; `store` itself is accepted without effect.
+Each input item becomes a chat message: thoughts and calls join the message of the assistant, and the outputs of calls
+become tool messages. Items that say nothing to the model are left out. Nothing is stored, so references to stored
+things are refused; `store` itself is accepted without effect.
 """
 
 import re
@@ -12,11 +13,11 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema
 
 from specinfer.core.errors import ContextLengthError, RequestError, reworded, too_long
-from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import few
-from specinfer.server.protocol import USE_CHAT, Label, Objects, SharedFields, check_single
-from specinfer.server.response_format import json_schema_params, structured_outputs_of
+from specinfer.server.protocol import USE_CHAT, ChatFields, Label, Objects, SharedFields, check_single
+from specinfer.server.responses_items import unsealed
+from specinfer.server.responses_tools import added_tools, flat_choice, flat_name, flat_tools
 from specinfer.server.tools import left_out_tools
 
 MAX_ITEMS = 4096
@@ -25,7 +26,6 @@ _CHOICE = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}], 
 _SEND_ALL = "nothing is stored; send the whole conversation in input"
 _REFUSED = {
     "background": "answers are not kept for later; leave it out and wait, or stream",
-    "context_management": "shorten the input instead",
     "conversation": _SEND_ALL,
     "max_tokens": "use max_output_tokens",
     "previous_response_id": _SEND_ALL,
@@ -33,6 +33,17 @@ _REFUSED = {
     "response_format": "use text.format",
     "add_special_tokens": "the chat template writes them; leave it out",
 }
+
+_REFUSED_ITEMS = {
+    "item_reference": "nothing is stored; send the item itself",
+    "compaction_trigger": "ask for a summary in a message",
+}
+# Items of calls that clients carry out, and the field that has what the function was called with.
+_CALLS = {
+    "function_call": "arguments", "custom_tool_call": "input", "local_shell_call": "action", "shell_call": "action",
+    "apply_patch_call": "operation", "tool_search_call": "arguments",
+}  # fmt: skip
+_OUTPUTS = {"tool_search_output", *(f"{kind}_output" for kind in _CALLS)}
 
 
 class ResponsesFields(SharedFields):
@@ -64,7 +75,14 @@ class ResponsesFields(SharedFields):
             raise ApiError(400, f"truncation: use auto or disabled, not {self.truncation!r:.60}", param="truncation")
         if "message.output_text.logprobs" in (self.include or ()):
             raise ApiError(400, "include: no log-probabilities here; use /v1/chat/completions", param="include")
-        return super().check([*left_out, *left_out_tools(self.tools, self.tool_choice)])
+        unread = [f"text.{key}" for key in (self.text or {}).keys() - {"format", "verbosity"}]
+        unread += [f"reasoning.{key}" for key in (self.reasoning or {}).keys() - {"effort", "summary"}]
+        tools = left_out_tools(self.flat_tools()[0], flat_choice(self.tool_choice))
+        return super().check([*left_out, *sorted(unread), *tools, *left_out_items(self.input)])
+
+    def flat_tools(self) -> tuple[list[Any], dict[str, dict[str, Any]]]:
+        """Return all tools without namespaces, and the fields of items that report their calls."""
+        return flat_tools([*(self.tools or ()), *added_tools(self.input)])
 
     @property
     def prompt_limit(self) -> int | None:
@@ -85,49 +103,22 @@ class ResponsesFields(SharedFields):
             raise RequestError(f'text: format must be an object such as {{"type": "text"}}, not {asked!r:.60}')
         return asked
 
-    def structured_outputs_params(self) -> StructuredOutputsParams | None:
-        """Return the constraints on the response's text; calls are not constrained by them.
-
-        Raises:
-            RequestError: The format cannot be served, or there are two.
-        """
-        asked = self.format
-        if asked.get("type") != "json_schema":
-            if asked.get("type") not in ("text", "json_object"):
-                raise RequestError(
-                    f"text: format.type must be text, json_object or json_schema, not {asked.get('type')!r:.60}"
-                )
-            return structured_outputs_of(asked, self.structured_outputs)
-        if self.structured_outputs is not None:
-            raise RequestError("structured_outputs: a response has one format; leave this or text.format out")
-        return json_schema_params("text", asked)
-
-
-# ---------------------------------------------------------------------------------------- tools
-
-
-def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return tools in the format of chat completions."""
-    if tools is None:
-        return None
-    return [
-        tool
-        if tool.get("type") != "function"
-        else {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
-        for tool in tools
-    ]
-
-
-def chat_tool_choice(choice: Any) -> Any:
-    """Return a tool choice in the format of chat completions."""
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-        tools = [{"type": "function", "function": tool} for tool in choice["tools"]]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-    return choice
+    def as_chat(self, messages: list[dict[str, Any]]) -> ChatFields:
+        """Return the request as one for a chat completion. Its values were checked as the fields of this one."""
+        wanted, reasoning = self.format, self.reasoning or {}
+        if wanted.get("type") == "json_schema":
+            wanted = {"type": "json_schema", "json_schema": wanted}
+        return ChatFields.model_construct(
+            **{name: getattr(self, name) for name in SharedFields.model_fields}
+            | {"max_tokens": self.max_output_tokens, "response_format": wanted}
+            | {"truncate_prompt_tokens": self.prompt_limit},
+            messages=messages,
+            tools=self.flat_tools()[0] or None,
+            tool_choice=flat_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=reasoning.get("effort"),
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
 
 # ---------------------------------------------------------------------------------------- input
@@ -192,20 +183,75 @@ class Conversation:
 
     def _add_item(self, i: int, item: Any) -> None:
         place = f"input[{i}]"
-        if not isinstance(item, dict):
+        kind = _kind_of(item)
+        if kind is None:
             raise RequestError(f"{place}: must be an object with a type, not {item!r:.60}")
-        kind = item.get("type", "message" if "role" in item else None)
+        if _is_left_out(item):
+            return
+        if kind in _REFUSED_ITEMS:
+            raise RequestError(f"{place}.type: {kind} is not served; {_REFUSED_ITEMS[kind]}")
         if kind == "message":
             if wrong := [key for key in ("tool_calls", "function_call", "tool_call_id") if item.get(key) is not None]:
                 raise RequestError(f"{place}.{wrong[0]}: is not known here; calls and outputs are items of their own")
-            self.add({key: value for key, value in item.items() if key != "type"}, place)
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            self._add_message({key: value for key, value in item.items() if key != "type"}, place)
+        elif kind == "agent_message":
+            self.add({"role": "user", "content": _texts_of(item.get("content"))}, place)
+        elif kind == "reasoning":
+            self.add({"role": "assistant", "content": None, "reasoning_content": _thought_of(item)}, place)
+        elif kind in _CALLS:
+            given = item.get(_CALLS[kind])
+            name = flat_name(item.get("namespace"), item.get("name") or kind.removesuffix("_call"))
+            arguments = {"input": given} if kind == "custom_tool_call" else given
+            call = {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
             self.add_call(call, place)
-        elif kind == "function_call_output":
-            self.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}, place)
-        elif kind == "item_reference":
-            raise RequestError(f"{place}.type: nothing is stored; send the item itself")
-        else:
-            raise RequestError(f"{place}.type: use message, function_call or function_call_output, not {kind!r:.60}")
+        elif kind in _OUTPUTS:
+            output = item.get("output")
+            if kind == "tool_search_output":
+                output = "found: " + ", ".join(str(tool.get("name")) for tool in flat_tools(added_tools([item]))[0])
+            self.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": output}, place)
+
+    def _add_message(self, message: dict[str, Any], place: str) -> None:
+        """Add a message; one of the assistant joins the thought before it."""
+        last = self.messages[-1] if self.messages else {}
+        if message.get("role") == "assistant" and last.keys() == {"role", "content", "reasoning_content"}:
+            message["reasoning_content"] = last["reasoning_content"]
+            del self.messages[-1], self.places[-1]
+        self.add(message, place)
+
+
+# ---------------------------------------------------------------------------------------- items
+
+
+def left_out_items(items: Any) -> list[str]:
+    """Return the types of items that are left out, as names for the header of ignored fields."""
+    kinds = [_kind_of(item) for item in items if _is_left_out(item)] if isinstance(items, list) else []
+    return [f"input.{kind}" for kind in dict.fromkeys(kinds)]
+
+
+def _kind_of(item: Any) -> str | None:
+    if not isinstance(item, dict):
+        return None
+    kind = item.get("type", "message" if "role" in item else None)
+    return kind if isinstance(kind, str) else None
+
+
+def _is_left_out(item: Any) -> bool:
+    """Return whether an item has nothing that the model can read."""
+    kind = _kind_of(item)
+    if kind is None or item.get("execution") == "server":  # a search for tools by another server
+        return kind is not None
+    if kind == "item_reference":  # a thought is not missed
+        return str(item.get("id")).startswith("rs_")
+    if kind in ("reasoning", "agent_message"):
+        return not (_thought_of(item) if kind == "reasoning" else _texts_of(item.get("content")))
+    return kind not in ("message", *_REFUSED_ITEMS, *_CALLS, *_OUTPUTS, "additional_tools")
+
+
+def _thought_of(item: dict[str, Any]) -> str:
+    """Return the thought in an item, or its summary; nothing if another server has encrypted it."""
+    return _texts_of(item.get("content")) or unsealed(item.get("encrypted_content")) or _texts_of(item.get("summary"))
+
+
+def _texts_of(parts: Any) -> str:
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [parts]
+    return "\n".join(text for text in texts if isinstance(text, str))
