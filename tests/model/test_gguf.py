@@ -115,11 +115,12 @@ def test_llama_3_scales_its_positions_by_the_factors_in_the_file(tmp_path: Path)
         find_folder(tmp_path / "o.gguf")
 
 
-def test_contexts_of_phi3_end_where_the_factors_for_long_ones_begin(tmp_path: Path) -> None:
+def test_contexts_of_phi3_reach_as_far_as_the_factors_for_long_ones(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"original_max_position_embeddings": 64, **SMALL}
     path = tmp_path / "m.gguf"
     write_model(path, "phi3", rope_parameters=LONGROPE, phi3__rope__scaling__attn_factor=1.25, **sizes)
-    assert load(path).max_position == 64
+    assert load(path).max_position == 256
+    assert load_model(find_folder(path), torch.float32, torch.device("cpu"), max_model_len=64).max_position == 64
     assert load_config(find_folder(path)).rope_parameters == LONGROPE | {"attention_factor": 1.25}
     write_model(path, "phi3", rope_parameters=LONGROPE, phi3__rope__dimension_count=4, **sizes)
     with pytest.raises(ModelError, match=r"'rope_factors_short\.weight' has the shape \[3\]; fetch the file again"):

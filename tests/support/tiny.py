@@ -71,6 +71,10 @@ _FALCON = {
 }
 
 # Names are transformers' model types; what follows a hyphen tells variants apart.
+_SHORT_YARN = {  # of 256 positions, as many as others have
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "opt": _NONE
@@ -107,7 +111,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT,
     "gpt_neox": _LLAMA | {"num_key_value_heads": None},
     "starcoder2": _LLAMA | _WINDOW,
-    "gpt_oss": _LLAMA | _WINDOW | _HEAD | _LOCAL_MOE,
+    "gpt_oss": _LLAMA | _WINDOW | _HEAD | _LOCAL_MOE | {"rope_parameters": _SHORT_YARN},
 }
 
 _KINDS_OF_ATTENTION = {"layer_types": ["sliding_attention", "full_attention"]}

@@ -68,8 +68,9 @@ def load_small(
         vocab_size = min(target.vocab_size, config.get_text_config().vocab_size)
         token_map = read_token_map(folder, vocab_size)
         loaded = load_model(
-            folder, target.dtype, target.device, quantization, token_map=token_map, kv_dtype=target.kv_dtype
-        )
+            folder, target.dtype, target.device, quantization, token_map=token_map, kv_dtype=target.kv_dtype,
+            max_model_len=target.max_position,
+        )  # fmt: skip
     except ModelError as error:
         raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
     vocabulary = find_vocabulary(

@@ -96,7 +96,7 @@ class LearnableModel:
         was = self._was
         loaded = load_model(
             folder, was.dtype, was.device, was.quantization,
-            native=was.native, token_map=was.token_map, kv_dtype=was.kv_dtype,
+            native=was.native, token_map=was.token_map, kv_dtype=was.kv_dtype, max_model_len=was.max_position,
         )  # fmt: skip
         return _checked(loaded, was)
 

@@ -27,7 +27,6 @@ from specinfer.model.offload.shards import Shards, has_safetensors, has_usual_na
 from specinfer.model.recurrent.layers import FEED_FORWARD_TYPES, LAYER_TYPES, replace_layers
 
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight(.?\w*scale\w*)?$")  # scales belong to codes
-_NO_POSITIONS = 2**20  # tokens of a request at most, where recurrent layers alone do not limit them
 _MAX_LAYERS = 2000  # the definition is made before the weights are read
 _SAME_AS = {"mimo": "qwen2"}  # families that transformers does not have, and one that computes the same
 _BLOCK_TYPES = {"recurrent": "linear_attention", "attention": "sliding_attention"}
@@ -141,7 +140,7 @@ def read_definition(
 
 
 def _fix_rotations(model: nn.Module) -> None:
-    """Keep rotations as they are up to the longest text, beyond which only guesses have positions.
+    """Keep rotations as `fit_to_length` chose them.
 
     Some would change for all texts of a pass with the longest of them. To see whether they do, a pass would wait for
     the device, and could not be captured.
@@ -266,20 +265,6 @@ def _is_mtp(name: str, config: Any) -> bool:
     count = getattr(config, "num_nextn_predict_layers", None) or 0
     first = config.num_hidden_layers if count else 0
     return any(f".layers.{i}." in f".{name}" for i in range(first, first + count))
-
-
-def max_position_of(config: Any) -> int:
-    config = config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        # Beyond this position, the rotation of all sequences in a pass would change with the longest of them.
-        return int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
-        if isinstance(value := getattr(config, name, None), int):
-            return value
-    if set(getattr(config, "layer_types", None) or ()) == {"linear_attention"}:
-        return _NO_POSITIONS
-    return 2048
 
 
 def storing_layers(config: Any) -> dict[str, int]:

@@ -20,8 +20,9 @@ from specinfer.core.errors import ModelError, first_line
 from specinfer.core.progress import ProgressCallback
 from specinfer.kernels import PackedLinear, QuantizedEmbedding, QuantizedLinear, pack_linears
 from specinfer.model.attention import register
+from specinfer.model.context_length import fit_to_length, max_position_of
 from specinfer.model.cut import LinearCut
-from specinfer.model.definition import check_architecture, load_config, max_position_of
+from specinfer.model.definition import check_architecture, load_config
 from specinfer.model.device import check_gpu, warn_of_slow_type
 from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
@@ -157,6 +158,7 @@ def load_model(
     token_map: Tensor | None = None,
     kv_dtype: torch.dtype | None = None,
     num_sharing: int = 1,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Load weights into transformers' definition, and check that it runs with tree attention.
 
@@ -174,6 +176,7 @@ def load_model(
         token_map: [map] the only tokens whose rows of the output head are kept, or None for all. For drafters only.
         kv_dtype: Type of the keys and values in its cache, or None for that of the model.
         num_sharing: Number of processes that stream their layers from this machine's memory.
+        max_model_len: Length of the longest text, or None for the model's own.
 
     Raises:
         ModelError: The architecture is not supported, weights are missing, of the wrong shape, not finite, already
@@ -184,6 +187,7 @@ def load_model(
     register()
     config = load_config(folder)
     check_architecture(config)
+    fit_to_length(config, max_model_len)
     offload, shard = offload or OffloadConfig(), shard or ShardSpec()
     rank_layers(config, shard)  # refuses more stages than layers
     check_stages(config, shard.num_stages)

@@ -13,7 +13,8 @@ from specinfer.core.errors import ModelError, WeightsError, first_line
 from specinfer.kernels.kv_types import NO_SCALES
 from specinfer.model.attention import UnsupportedAttentionError
 from specinfer.model.batch import Piece, pack
-from specinfer.model.definition import max_position_of, shared_layers
+from specinfer.model.context_length import max_position_of
+from specinfer.model.definition import shared_layers
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.kv_tensors import LayerShape

@@ -45,7 +45,10 @@ def load_self(name: str, target: LoadedModel, offload: OffloadConfig) -> LoadedM
     if target.stream is not None and offload.offload_folder is None:
         raise ValueError(f"offload_folder: {name} is read from a packed copy; name a folder for it")
     try:
-        copy = load_model(target.folder, target.dtype, target.device, quantization, offload=offload, shard=target.shard)
+        copy = load_model(
+            target.folder, target.dtype, target.device, quantization, offload=offload, shard=target.shard,
+            max_model_len=target.max_position,
+        )  # fmt: skip
     except ModelError as error:
         raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
     if copy.layer_shapes != target.layer_shapes:

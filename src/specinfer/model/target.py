@@ -117,7 +117,7 @@ def load_shard(
     return load_model(
         Path(settings.folder), DTYPES[settings.dtype], rank_device(settings.device, place), settings.quantization,
         offload=settings.offload, progress=progress, shard=shard, kv_dtype=KV_CACHE_DTYPES[settings.kv_cache_dtype],
-        num_sharing=place.local_size,
+        num_sharing=place.local_size, max_model_len=settings.limits.max_model_len,
     )  # fmt: skip
 
 

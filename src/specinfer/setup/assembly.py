@@ -163,6 +163,7 @@ def _load_target(
         target = load_model(
             Path(settings.folder), DTYPES[settings.dtype], find_device(settings.device), settings.quantization,
             offload=settings.offload, progress=progress, kv_dtype=KV_CACHE_DTYPES[settings.kv_cache_dtype],
+            max_model_len=settings.limits.max_model_len,
         )  # fmt: skip
     if target.stream is not None:
         undo.callback(target.stream.close)
