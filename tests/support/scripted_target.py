@@ -71,7 +71,8 @@ TEMPLATES = {
     "hermes": talking.HERMES, "thinking": THINKING, "plain": talking.PLAIN, "llama": talking.LLAMA,
     "mistral": talking.MISTRAL, "bare": talking.BARE,
 }  # fmt: skip
-_CERTAIN, _END = 200.0, 100.0  # logits of the script's token, and of the end where there is none; others have 0
+# Logits of the script's token, and of others where there is none or a grammar forbids it: the output is to end soon.
+_CERTAIN, _END, _ENDINGS = 200.0, 100.0, {"}": 60.0, "]": 60.0, '"': 50.0, ":": 40.0, "0": 40.0}
 
 
 def make_scripted_tokenizer(
@@ -96,12 +97,16 @@ class Script:
     Attributes:
         prompts: The texts of the prompts so far, with their special tokens, in the order in which they were computed.
         texts: The text for each of them.
+        request_ids: Its name in the engine, which ends with that of the HTTP request.
     """
 
     def __init__(self, turns: Turns, tokenizer: PreTrainedTokenizerFast) -> None:
         self.prompts: list[str] = []
         self.texts: list[str] = []
+        self.request_ids: list[str] = []
         self._turns, self._tokenizer, self._eos = turns, tokenizer, tokenizer.eos_token_id
+        self._usual = {tokenizer.convert_tokens_to_ids(text): value for text, value in _ENDINGS.items()}
+        self._usual[tokenizer.eos_token_id] = _END
         self._of: dict[str, int] = {}  # the number of each request, which stays after it was preempted
         self._encode = lru_cache(maxsize=1024)(partial(tokenizer.encode, add_special_tokens=False))
 
@@ -109,8 +114,8 @@ class Script:
         """Return [nodes, width] logits after each node of the tree."""
         text = self._text_of(request)
         rows = torch.zeros((len(tree), width))
+        rows[:, list(self._usual)] = torch.tensor(list(self._usual.values()))
         for node in range(len(tree)):
-            rows[node, self._eos] = _END
             rows[node, self._next(text, [*request.output_ids, *tree.path_tokens(node)])] = _CERTAIN
         return rows
 
@@ -124,6 +129,7 @@ class Script:
     def _text_of(self, request: Request) -> str:
         if request.request_id not in self._of:
             number = self._of[request.request_id] = len(self.prompts)
+            self.request_ids.append(request.request_id)
             self.prompts.append(self._tokenizer.decode(request.prompt_ids))
             turns = self._turns
             self.texts.append(turns(self.prompts[-1]) if callable(turns) else turns[min(number, len(turns) - 1)])

@@ -39,14 +39,14 @@ async def served(
 
 
 @contextmanager
-def served_on_port(llm: LLM, **settings: Any) -> Iterator[str]:
-    """The address of a real server in a thread."""
+def served_on_port(llm: LLM, *, wrap: Callable[[Any], Any] = lambda app: app, **settings: Any) -> Iterator[str]:
+    """The address of a real server in a thread, whose app may be wrapped in another."""
     started, address = threading.Event(), []
 
     async def serve() -> None:
         async with AsyncLLM(llm) as engine:
             config = uvicorn.Config(
-                app_of(engine, **settings), log_level="error", http="h11", ws="none", lifespan="off"
+                wrap(app_of(engine, **settings)), log_level="error", http="h11", ws="none", lifespan="off"
             )
             server = uvicorn.Server(config)
             with socket.create_server(("127.0.0.1", 0)) as listener:
