@@ -296,20 +296,30 @@ def test_a_thought_that_is_omitted_is_known_again(server: Server) -> None:
     assert "<think>\nLook it up.\n</think>" in prompt
 
 
-def test_the_official_client_sums_up_thoughts(server: Server) -> None:
-    from anthropic.lib.streaming._messages import accumulate_event
-    from anthropic.types import RawMessageStreamEvent
-    from pydantic import TypeAdapter
+def test_the_official_client_gets_thoughts_and_sends_them_back() -> None:
+    import anthropic
 
-    blocks, chunk = _blocks(), TextChunk("", [], [], finish_reason="stop")
-    events = [*blocks.push([OutputDelta(reasoning="Hm."), OutputDelta("Yes.")], chunk), *blocks.wait()]
-    snapshot: Any = None
-    for event in [*events, *blocks.finish(chunk)]:
-        read: Any = TypeAdapter(RawMessageStreamEvent).validate_python(event)
-        snapshot = accumulate_event(event=read, current_snapshot=snapshot, json_bufs={})
-    thought, text = snapshot.content
-    assert (thought.thinking, text.text, snapshot.stop_reason) == ("Hm.", "Yes.", "end_turn")
-    assert thought.signature == blocks.whole()["content"][0]["signature"]
+    thought, call = "<think>\nHm.\n</think>\n\n", '<tool_call>\n{"name": "read", "arguments": {}}\n</tool_call>'
+    asked: Any = {"model": "tiny", "max_tokens": 100, "tools": [TOOL], "thinking": {"type": "adaptive"}}
+    with (
+        scripted([f"{thought}Wait.\n{call}"], template=TEMPLATES["thinking"], max_len=2048) as llm,
+        served_on_port(llm) as url,
+        anthropic.Anthropic(base_url=url, api_key="a", max_retries=0) as client,
+    ):
+        with client.messages.stream(messages=[USER], **asked) as stream:
+            kinds = [event.type for event in stream]
+            message = stream.get_final_message()
+        result = {"type": "tool_result", "tool_use_id": message.content[-1].id, "content": "sunny"}
+        turns: Any = [USER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+        whole = client.messages.create(messages=turns, **asked)
+        prompt = llm.script.prompts[-1]
+    assert {"thinking", "signature", "text", "input_json"} <= {*kinds}
+    assert (
+        [block.type for block in message.content] == ["thinking", "text", "tool_use"] == [b.type for b in whole.content]
+    )
+    assert (message.content[0].thinking, message.content[1].text.strip()) == ("Hm.", "Wait.")
+    assert message.content[0].signature == whole.content[0].signature
+    assert "<think>\nHm.\n</think>" in prompt
 
 
 # ------------------------------------------------------------------------------------- signs of life

@@ -90,7 +90,7 @@ class CountFields(BaseModel):
         is_on = {"enabled": True, "adaptive": True, "disabled": False}.get(str(asked.get("type")))
         effort = effort if isinstance(effort, str) else None
         fields = thinking_fields(reader.chat_template or "", is_on, effort, kwargs)
-        if reader.reasoning_of(()) is None:
+        if reader.reasoning_format is None:
             return fields | ({} if is_on is False else {"thinking": self.thinking})  # named among the ignored fields
         if is_on and isinstance(asked.get("budget_tokens"), int):
             fields["thinking_token_budget"] = asked["budget_tokens"]
@@ -148,12 +148,11 @@ async def _begin(call: Call, chat: ChatFields, conversation: Conversation, field
         call, lambda: read_conversation(llm, chat), lambda error: _named(error, conversation)
     )
     head = {"id": f"msg_{call.name}", "type": "message", "role": "assistant", "model": call.model}
-    is_off = False in (chat.chat_template_kwargs or {}).values()
     blocks = MessageBlocks(
         head,
         generation,
         fields.max_tokens,
-        thinks=llm.reader.reasoning_of(read.ids) is not None and not is_off,
+        thinks=read.plan.reasoning is not None,
         omits_thoughts=(fields.thinking or {}).get("display") == "omitted",
     )
     return ItemsResponse(chat, generation, blocks, read.plan.parser())

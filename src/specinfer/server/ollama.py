@@ -125,7 +125,7 @@ class OllamaFields(BaseModel):
         is_on = None if self.think is None else bool(self.think)
         fields = self.shared(request) | {"messages": messages, "tools": tools}
         fields |= thinking_fields(reader.chat_template or "", is_on, effort, fields.get("chat_template_kwargs"))
-        if is_on and reader.reasoning_of(()) is None:
+        if is_on and reader.reasoning_format is None:
             fields["think"] = self.think  # named among the ignored fields
         return as_fields(ChatFields, fields | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs})
 

@@ -145,7 +145,7 @@ def _capabilities(llm: LLM) -> list[str]:
         "completion": True,
         "tools": bool(reader.chat_template),
         "insert": can_infill(reader.special_tokens),
-        "thinking": reader.reasoning_of(()) is not None,
+        "thinking": reader.reasoning_format is not None,
     }
     return [name for name, has_it in found.items() if has_it]
 
