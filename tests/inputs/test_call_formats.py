@@ -2,8 +2,9 @@
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from call_templates import CALLS, FUNCTIONS, template_of, written
 from specinfer import SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.inputs.chat.output_formats import OutputFormats
@@ -30,7 +32,6 @@ from specinfer.inputs.formats.calls import (
     SYSTEM_PROMPT_FORMAT,
     BracedArguments,
     CallFormat,
-    KeywordArguments,
     TaggedArguments,
 )
 from specinfer.inputs.formats.parser import OutputDelta, OutputParser
@@ -38,35 +39,8 @@ from specinfer.inputs.formats.writing import written_calls
 from specinfer.inputs.prompts import PromptReader
 from talking import make_talker
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "path": {"type": "string"},
-        "mode": {"enum": ["read", "write"]},
-        "count": {"type": "integer"},
-        "deep": {"type": "object", "properties": {"on": {"type": "boolean"}}},
-        "tags": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["path", "count"],
-    "additionalProperties": False,
-}
-FUNCTIONS = {"open_file": SCHEMA, "list.all": {"type": "object", "properties": {}, "additionalProperties": False}}
-CALLS = [
-    ("open_file", {"path": 'a "b"\\\n<x> {é}', "mode": "read", "count": -3, "deep": {"on": True}, "tags": ["1", "{"]}),
-    ("list.all", {}),
-]
 FOLLOWING = [one for one in FORMATS if one.follows_text and not one.has_channels]
 ids = {"ids": lambda value: getattr(value, "name", None)}
-
-
-def _written(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    if not call_format.has_channels:
-        return written_calls(call_format, calls)
-    ((name, arguments),) = calls
-    return (
-        "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
-        f"to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments, ensure_ascii=False)}"
-    )
 
 
 def _calls_for(call_format: CallFormat) -> list[tuple[str, dict[str, Any]]]:
@@ -104,7 +78,7 @@ def _pieces(text: str, size: int) -> list[str]:
 @pytest.mark.parametrize("call_format", FORMATS, **ids)
 def test_calls_are_read_as_written_in_pieces_of_every_size(call_format: CallFormat) -> None:
     calls = _calls_for(call_format)
-    text = _written(call_format, calls)
+    text = written(call_format, calls)
     for size in (*range(1, 12), len(text)):
         parser = OutputParser(call_format, FUNCTIONS)
         content, _, found, _ = _read(parser, _pieces(text, size))
@@ -114,7 +88,7 @@ def test_calls_are_read_as_written_in_pieces_of_every_size(call_format: CallForm
 
 @pytest.mark.parametrize("call_format", FOLLOWING, **ids)
 def test_text_before_a_call_is_content_without_the_whitespace_between(call_format: CallFormat) -> None:
-    text = "I look <b>.\n\n" + _written(call_format, CALLS[:1]) + "\n"
+    text = "I look <b>.\n\n" + written(call_format, CALLS[:1]) + "\n"
     for size in (1, 3, len(text)):
         content, _, found, _ = _read(OutputParser(call_format, FUNCTIONS), _pieces(text, size))
         assert (content, _json(found)) == ("I look <b>.", CALLS[:1])
@@ -122,7 +96,7 @@ def test_text_before_a_call_is_content_without_the_whitespace_between(call_forma
 
 @pytest.mark.parametrize("call_format", FORMATS, **ids)
 def test_a_call_that_is_cut_off_leaves_no_markup_and_never_other_arguments(call_format: CallFormat) -> None:
-    text = _written(call_format, CALLS[:1])
+    text = written(call_format, CALLS[:1])
     whole = _read(OutputParser(call_format, FUNCTIONS), [text])[2][0][1]
     marks = {mark for mark in call_format.texts if len(mark) > 3} - {"json", "function", "call:"}
     for end in range(len(text)):
@@ -142,7 +116,7 @@ def test_any_texts_and_numbers_come_back(arguments: dict[str, Any]) -> None:
         end = style.after_value if isinstance(style, TaggedArguments) else style.quote if style else "\0"
         given = {key: value for key, value in arguments.items() if not isinstance(value, str) or end not in value}
         properties = {key: {"type": "string"} for key, value in given.items() if isinstance(value, str)}
-        text = _written(call_format, [("f", given)])
+        text = written(call_format, [("f", given)])
         found = _read(OutputParser(call_format, {"f": {"properties": properties}}), _pieces(text, 5))[2]
         assert _json(found) == [("f", given)], call_format.name
 
@@ -307,7 +281,7 @@ def test_a_grammar_takes_what_models_write_and_the_text_may_end_after_it(
 ) -> None:
     reader = _reader(_tokenizer(call_format) if has_tokens else make_talker())
     calls = _calls_for(call_format)
-    text = _written(call_format, calls)
+    text = written(call_format, calls)
     for must_call in (True, False):
         asked = _params(reader, call_format, must_call=must_call)
         assert _fits(reader, asked, text) is True
@@ -361,63 +335,14 @@ def test_whatever_a_grammar_forces_is_read_as_a_call_that_fits_the_schema(call_f
 # ------------------------------------------------------------------------------------------ templates
 
 
-def _template(call_format: CallFormat, *, as_text: bool = False, leaves_out: bool = False) -> str:
-    """A chat template that shows tools and writes calls in a format."""
-    name, arguments = "{{ call.function.name }}", "{{ call.function.arguments | tojson }}"
-    style = call_format.call[-1] if call_format.has_channels else None
-    kinds = (TaggedArguments, KeywordArguments, BracedArguments)
-    tags = next((part for part in call_format.call if isinstance(part, kinds)), style)
-    if as_text:
-        arguments = "{{ call.function.arguments + '' }}"
-    elif isinstance(tags, TaggedArguments):
-        after = " ".join(tags.after_key) if tags.after_key_of_json else "".join(tags.after_key)
-        json_after = " ".join(tags.after_key_of_json) or after
-        line = "\n" if tags.has_lines else ""
-        arguments = (
-            "{% for key, value in call.function.arguments | items %}"
-            f"{tags.before_key}{{{{ key }}}}{{% if value is string %}}{after}{line}{{{{ value }}}}{{% else %}}"
-            f"{json_after}{line}{{{{ value | tojson }}}}{{% endif %}}{line}{tags.after_value}\n{{% endfor %}}"
-        )
-    elif isinstance(tags, KeywordArguments):
-        arguments = (
-            "({% for key, value in call.function.arguments | items %}{{ key }}={{ value | tojson }}"
-            "{{ ', ' if not loop.last }}{% endfor %})"
-        )
-    elif isinstance(tags, BracedArguments):
-        arguments = (
-            "{ {%- for key, value in call.function.arguments | items %}{{ key }}:{% if value is string %}"
-            f"{tags.quote}{{{{ value }}}}{tags.quote}{{% else %}}{{{{ value }}}}{{% endif %}}"
-            "{{ ',' if not loop.last }}{% endfor %}}"
-        )
-    parts = [part if isinstance(part, str) else None for part in call_format.call]
-    made, is_named = "", False
-    for part, kind in zip(parts, call_format.call, strict=True):
-        if part is not None:
-            made += part
-        elif type(kind).__name__ == "Name":
-            made += f'"{name}"' if getattr(kind, "is_quoted", False) else name
-            is_named = True
-        else:
-            plain = '"0"' if getattr(kind, "is_quoted", False) else "0"
-            made += arguments if is_named and "Arguments" in type(kind).__name__ else plain
-    calls = "" if leaves_out else (
-        "".join(call_format.begin) + "{% for call in message.tool_calls or [] %}" + made + "{% endfor %}"
-        + ("<|call|>" if call_format.has_channels else "".join(call_format.end))
-    )  # fmt: skip
-    return (
-        "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n"
-        "{{ message.content or '' }}{% if message.tool_calls %}" + calls + "{% endif %}<|im_end|>\n{% endfor %}"
-    )
-
-
 @pytest.mark.parametrize("call_format", FORMATS, **ids)
 def test_the_format_is_found_by_what_the_template_writes(call_format: CallFormat) -> None:
-    found = _reader(make_talker(_template(call_format))).call_format
+    found = _reader(make_talker(template_of(call_format))).call_format
     assert found == replace(call_format, has_text_arguments=False)
 
 
 def test_a_template_may_take_arguments_as_text() -> None:
-    reader = _reader(make_talker(_template(CALL_FORMATS["deepseek_v3"], as_text=True)))
+    reader = _reader(make_talker(template_of(CALL_FORMATS["deepseek_v3"], as_text=True)))
     assert reader.call_format == replace(CALL_FORMATS["deepseek_v3"], has_text_arguments=True)
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     ids = reader.read_chat([{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}], tools=None)
@@ -425,7 +350,7 @@ def test_a_template_may_take_arguments_as_text() -> None:
 
 
 def test_calls_that_a_template_leaves_out_are_written_into_the_content() -> None:
-    template = _template(HERMES, leaves_out=True) + "{# <tool_call> </tool_call> #}"
+    template = template_of(HERMES, leaves_out=True) + "{# <tool_call> </tool_call> #}"
     reader = _reader(make_talker(template))
     assert reader.call_format == replace(HERMES, writes_calls=False)
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -437,13 +362,13 @@ def test_calls_that_a_template_leaves_out_are_written_into_the_content() -> None
 
 
 def test_templates_without_tools_or_with_unknown_calls_have_the_format_of_the_message() -> None:
-    unknown = _template(replace(HERMES, call=("<<", *HERMES.call[2:-2], ">>")))
+    unknown = template_of(replace(HERMES, call=("<<", *HERMES.call[2:-2], ">>")))
     for template in ("{{ messages }}", unknown.replace('"arguments"', '"values"'), "{% if tools %}{{ tools }}"):
         assert _reader(make_talker(template)).call_format == SYSTEM_PROMPT_FORMAT
 
 
 def test_the_operator_may_name_the_formats() -> None:
-    tokenizer = make_talker(_template(HERMES))
+    tokenizer = make_talker(template_of(HERMES))
     found = OutputFormats(tokenizer, "auto", "qwen3_xml").calls(tokenizer.chat_template)
     assert (found.name, found.is_native) == ("qwen3_coder", True)
     with pytest.raises(ValueError, match="tool_call_parser: 'hermez' is not known; use one of auto, "):
@@ -456,3 +381,8 @@ def test_pythonic_calls_come_first_or_not_at_all() -> None:
     text = "See [open_file(path='a', count=1)]"
     assert _read(OutputParser(PYTHONIC, FUNCTIONS), _pieces(text, 3))[:3] == (text, "", [])
     assert _read(OutputParser(PYTHONIC, FUNCTIONS), ["[1, 2] are"])[:3] == ("[1, 2] are", "", [])
+
+
+def test_the_documentation_names_every_format() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    assert {name for name in CALL_FORMATS if f"`{name}`" not in text} == set()
