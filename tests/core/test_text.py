@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specinfer.core.reasoning import Reasoning
 from specinfer.core.text import TextBuffer
+from specinfer.core.thought import Thought
 from tiny import VOCAB, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -192,3 +194,61 @@ def test_tokens_that_show_nothing_are_not_read_again_and_again() -> None:
     assert buffer.text == "abc"
     assert len(buffer.ends) == 1003
     assert max(read) < 20
+
+
+def _generated(text: str, stop: list[str], size: int, *, is_open: bool, shows: bool = True) -> tuple[str | None, str]:
+    """What ends an output that is generated so many characters at a time, and its text; what was shown stays."""
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+
+    def decode(tokens: Sequence[int]) -> str:
+        whole = "".join(pieces[token] for token in tokens)
+        return whole if shows else whole.replace("<t>", "").replace("</t>", "")
+
+    reasoning = Reasoning("<t>", "</t>", (0,), is_open=is_open)
+    thought = Thought(reasoning, lambda tokens: "".join(pieces[token] for token in tokens))
+    buffer, shown = TextBuffer(decode, stop, thought=thought), ""
+    for token in range(len(pieces)):
+        thought.advance(token)
+        found = buffer.push(token)
+        settled = buffer.text if found else buffer.settled()
+        assert settled.startswith(shown)
+        shown = settled
+        if found:
+            return found, buffer.text
+    return None, buffer.text
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("text", "stop", "found", "left"),
+    [
+        ("<t>a.b</t>c.d", ".", ".", "<t>a.b</t>c"),
+        ("<t>a.b</t>c", ".", None, "<t>a.b</t>c"),
+        ("<t>a.b", ".", None, "<t>a.b"),
+        ("<t>a</t>\n\nb\n\nc", "\n\n", "\n\n", "<t>a</t>\n\nb"),  # what parts the answer from the thought is neither
+        ("\n<t>a</t>b", "\n", None, "\n<t>a</t>b"),
+        ("<t>a</t>b", "</", None, "<t>a</t>b"),
+        ("<t>a</t>b<", "<", "<", "<t>a</t>b"),
+        ("<t>a</t>>b", "t>>", None, "<t>a</t>>b"),  # it would begin before the answer
+        ("<tb.c", ".", ".", "<tb"),
+        ("<tb", "<", "<", ""),  # no thought after all
+        ("\n<tb", "\n", "\n", ""),
+    ],
+)
+def test_stop_strings_count_after_a_thought(text: str, stop: str, found: str | None, left: str, size: int) -> None:
+    assert _generated(text, [stop], size, is_open=False) == (found, left)
+    if text.startswith("<t>"):
+        open_text, open_left = text.removeprefix("<t>"), left.removeprefix("<t>")
+        assert _generated(open_text, [stop], size, is_open=True) == (found, open_left)
+
+
+def test_stop_strings_count_after_a_thought_whose_marker_is_not_shown() -> None:
+    assert _generated("a.a.</t>b.c.", ["."], 4, is_open=True, shows=False) == (".", "a.a.b")
+
+
+def test_text_that_may_begin_a_thought_is_held_back_where_stop_strings_might_cut_it() -> None:
+    thought = Thought(Reasoning("<t>", "</t>", (0,), is_open=False), lambda tokens: "<"[: len(tokens)])
+    for stop, settled in (((), "<"), (("<",), "")):
+        buffer = TextBuffer(lambda tokens: "<"[: len(tokens)], stop, thought=thought)
+        assert buffer.push(0) is None
+        assert buffer.settled() == settled

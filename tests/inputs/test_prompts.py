@@ -58,12 +58,18 @@ def test_a_cache_salt_is_text() -> None:
 
 def test_a_prompt_may_say_what_thought_its_outputs_have() -> None:
     thought = Reasoning("<think>", "</think>", (5,), is_open=True)
-    assert READER.reasoning({"prompt": "the", "reasoning": thought}) is thought
+    plain = SamplingParams()
+    (request,) = READER.job("a", {"prompt": "the", "reasoning": thought}, plain, 0).requests
+    assert request.thought is not None
+    assert request.thought.reasoning is thought
     for prompt in ("the", [3, 4], {"prompt": "the"}, {"prompt": "the", "reasoning": None}):
-        assert READER.reasoning(prompt) is None
-    assert READER.read({"prompt_token_ids": [3, 4], "reasoning": thought}, SamplingParams()) == [3, 4]
-    with pytest.raises(RequestError, match="reasoning: give a Reasoning"):
-        READER.reasoning({"prompt": "the", "reasoning": "deepseek_r1"})
+        assert READER.job("a", prompt, plain, 0).requests[0].thought is None
+    for reader, prompt, message in (
+        (READER, {"prompt": "the", "reasoning": "deepseek_r1"}, "reasoning: give a Reasoning"),
+        (BARE, {"prompt_token_ids": [3], "reasoning": thought}, "reasoning: this model has no tokenizer"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            reader.job("a", prompt, plain, 0)
 
 
 def test_a_grammar_is_read_for_the_request_it_belongs_to() -> None:

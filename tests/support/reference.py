@@ -94,10 +94,11 @@ def process(
     eos_token_ids: Sequence[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
     legal: Callable[[Sequence[int]], Collection[int]] | None = None,
+    forced: int | None = None,
 ) -> list[float]:
     """Logits after constraints, bias, penalties, temperature, min-p, top-k and top-p, token by token.
 
-    `legal` tells the tokens that a grammar has after an output.
+    `legal` tells the tokens that a grammar has after an output, `forced` the one that must end a thought.
     """
     out = list(logits)
     never = -math.inf
@@ -122,6 +123,8 @@ def process(
         out[token] -= params.frequency_penalty * count
         if count:
             out[token] -= params.presence_penalty
+    if forced is not None and (legal is None or forced in legal(output_ids)):
+        out = [0.0 if token == forced else never for token in range(len(out))]
     if params.temperature == 0:
         return out
     out = [x / params.temperature for x in out]
@@ -143,6 +146,19 @@ def process(
     return out
 
 
+def forced_token(
+    output_ids: Sequence[int], budget: int, end: str, end_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> int | None:
+    """The only token that may follow an output which begins within a thought and is legal so far, if there is one."""
+    output = list(output_ids)
+    if len(output) < budget or any(end in decode(output[:length]) for length in range(budget + 1)):
+        return None
+    spelled = (n for n in range(len(end_ids) - 1, 0, -1) if output[:budget][-n:] == list(end_ids[:n]))
+    ending = list(end_ids)[next(spelled, 0) :]
+    after = output[budget:]
+    return ending[len(after)] if ending[: len(after)] == after and len(after) < len(ending) else None
+
+
 def scores(
     logits: Sequence[float],
     params: SamplingParams,
@@ -150,9 +166,10 @@ def scores(
     output_ids: Sequence[int],
     seed: int,
     eos_token_ids: Sequence[int] = (),
+    forced: int | None = None,
 ) -> list[float]:
     """Processed logits plus noise: the next token is their argmax."""
-    out = process(logits, params, prompt_ids, output_ids, eos_token_ids)
+    out = process(logits, params, prompt_ids, output_ids, eos_token_ids, forced=forced)
     if params.temperature == 0:
         return out
     position = len(prompt_ids) + len(output_ids)
@@ -165,13 +182,14 @@ def generate(
     params: SamplingParams,
     seed: int,
     eos_token_ids: Sequence[int] = (),
+    forced: Callable[[Sequence[int]], int | None] = lambda _: None,
 ) -> list[int]:
-    """Coupled sampling of one request as a plain loop: one token, one whole pass."""
+    """Coupled sampling of one request as a plain loop: one token, one whole pass. `forced` is as of `forced_token`."""
     output: list[int] = []
     assert params.max_tokens is not None
     while len(output) < params.max_tokens:
         logits = last_logits(model, [*prompt_ids, *output]).tolist()
-        row = scores(logits, params, prompt_ids, output, seed, eos_token_ids)
+        row = scores(logits, params, prompt_ids, output, seed, eos_token_ids, forced(output))
         token = row.index(max(row))
         output.append(token)
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}

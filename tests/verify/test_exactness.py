@@ -6,7 +6,7 @@ That the comparison tells wrong ways apart is shown in verify/test_known_wrong.p
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, cast
@@ -36,6 +36,8 @@ from enumeration import (
     total_variation,
 )
 from slow_growth import F32, Wish, slow_tree, tree_one_by_one
+from specinfer.core.reasoning import Reasoning
+from specinfer.core.thought import Thought
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.growth import expansion
@@ -231,6 +233,62 @@ def test_a_drafter_that_guesses_among_some_tokens_only(drawing: str, budget: Tre
         assert all(set(distribution.token_ids.tolist()) <= set(ids) for distribution in distributions)
         assert bool(distributions) == (drawing != "top-k")
         check(trees, Model(len(ids), 4))
+
+
+class ForcedModel(Model):
+    """A model some of whose tokens are forced after some contexts."""
+
+    def __init__(self, seed: int, forced: Callable[[tuple[int, ...]], int | None], vocab: int = 3) -> None:
+        super().__init__(seed, vocab, weights=SURE)
+        self._forced = forced
+
+    def distribution(self, context: tuple[int, ...]) -> tuple[Fraction, ...]:
+        token = self._forced(context)
+        return super().distribution(context) if token is None else tuple(Fraction(i == token) for i in range(3))
+
+
+class ThinkingDrafter(EnumeratedDrafter):
+    """It is masked by the real adjustment of its logits."""
+
+    def __init__(self, seed: int, drawing: str, forced: Callable[[tuple[int, ...]], int | None]) -> None:
+        super().__init__(Model(seed, weights=SURE), drawing, calibration=calibrated(1, "a"))
+        self._masked = ForcedModel(seed, forced)
+
+    def distribution(self, context: tuple[int, ...]) -> tuple[Fraction, ...]:
+        return self._masked.distribution(context)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("budget", [0, 1, 2])
+@pytest.mark.parametrize("tree", [TreeBudget.expansion((2, 1, 1)), TreeBudget.expansion((1, 2)), TreeBudget(4, 3)])
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
+def test_tokens_that_must_end_a_thought(drawing: str, tree: TreeBudget, budget: int) -> None:
+    """A thought may also end by itself, with 2, before its budget is spent."""
+    reasoning = Reasoning("", "c", (1, 2), is_open=True)
+
+    def text(tokens: Sequence[int]) -> str:
+        return "".join("abc"[token] for token in tokens)
+
+    def forced(context: tuple[int, ...]) -> int | None:
+        return Thought(reasoning, text, budget).forced(context)
+
+    def draft(forks: Forks) -> TokenTree:
+        drafter.forks = forks
+        span = a_span()
+        span.request.thought = Thought(reasoning, text, budget)
+        return drafter.draft([span], [tree])[0]
+
+    for seed in range(2):
+        drafter = ThinkingDrafter(seed + 700, drawing, forced)
+        trees = every_tree(draft)
+        illegal = [
+            path
+            for _, one in trees
+            for path in map(one.path_tokens, range(1, len(one)))
+            if forced(path[:-1]) not in (None, path[-1])
+        ]
+        assert not illegal, "no draft token is wasted"
+        check(trees, ForcedModel(seed, forced))
 
 
 # ----------------------------------------------------------------------------------- several drafters

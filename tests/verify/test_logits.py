@@ -4,19 +4,41 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import reference
+from specinfer.core.grammar.state import Bits
 from specinfer.core.logprob import with_texts
+from specinfer.core.reasoning import Reasoning
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.thought import Thought
 from specinfer.verify.logits import AskedLogprobs, adjust, process_logits, top_logprobs, truncate
 
 VOCAB = 12
 EOS = (1, 4)
+END, END_IDS = "cd", (2, 7, 2, 3, 4)  # one of them ends texts; what ends a thought may have begun when it must
+
+
+def _letters(tokens: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def _forced(output: Sequence[int], budget: int | None) -> int | None:
+    return None if budget is None else reference.forced_token(output, budget, END, END_IDS, _letters)
+
+
+def _obeying(output: Sequence[int], tokens: Sequence[int], budget: int | None) -> list[int]:
+    """The tokens, or those that are forced in their places."""
+    found = list(output)
+    for token in tokens:
+        forced = _forced(found, budget)
+        found.append(token if forced is None else forced)
+    return found[len(output) :]
 
 
 @st.composite
@@ -47,9 +69,9 @@ class _Grammar:
     def __init__(self, output: Sequence[int], legal: Callable[[Sequence[int]], Collection[int]]) -> None:
         self._output, self._legal = output, legal
 
-    def mask(self, path: Sequence[int]) -> torch.Tensor:
+    def bits(self, path: Sequence[int]) -> Bits:
         legal = self._legal([*self._output, *path])
-        return torch.tensor([token in legal for token in range(VOCAB)])
+        return np.packbits([token in legal for token in range(VOCAB)], bitorder="little")
 
 
 def _request(
@@ -83,6 +105,7 @@ def _rows(count: int, seed: int) -> torch.Tensor:
     paths=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=4), min_size=1, max_size=4),
     bad_words=st.lists(st.lists(st.integers(0, 3) | st.integers(0, VOCAB - 1), min_size=1, max_size=3), max_size=3),
     modulus=st.sampled_from([None, None, 2, 5]),
+    budget=st.sampled_from([None, None, 0, 1, 3, 6]),
     seed=st.integers(0, 2**20),
 )
 def test_each_node_is_the_plain_loop_on_its_own_path(
@@ -92,20 +115,31 @@ def test_each_node_is_the_plain_loop_on_its_own_path(
     paths: list[list[int]],
     bad_words: list[list[int]],
     modulus: int | None,
+    budget: int | None,
     seed: int,
 ) -> None:
     def by_sum(said: Sequence[int]) -> list[int]:
         return [token for token in range(VOCAB) if (token + sum(said)) % modulus == 1]
 
     legal = None if modulus is None else by_sum
+    if legal is None:
+        output = _obeying([], output, budget)
+        paths = [_obeying(output, path, budget) for path in paths]
+    elif budget is not None:  # a grammar may forbid what is forced: then the thought goes on
+        output, paths = output[:budget], [path[: max(budget - len(output), 0)] for path in paths]
     logits = _rows(len(paths), seed)
     before = logits.clone()
     request = _request(params, prompt, output, EOS, bad_words_ids=tuple(map(tuple, bad_words)))
     request.grammar = None if legal is None else _Grammar(output, legal)
+    request.thought = Thought(Reasoning("", END, END_IDS, is_open=True), _letters, budget)
+    for token in output:
+        request.thought.advance(token)
     rows = process_logits(logits, request, paths)
     assert torch.equal(logits, before), "the logits given are not changed"
     for row, path, given_row in zip(rows, paths, before, strict=True):
-        wanted = reference.process(given_row.tolist(), params, prompt, [*output, *path], EOS, bad_words, legal)
+        history = [*output, *path]
+        forced = _forced(history, budget)
+        wanted = reference.process(given_row.tolist(), params, prompt, history, EOS, bad_words, legal, forced)
         torch.testing.assert_close(row, torch.tensor(wanted), rtol=1e-4, atol=1e-4)
 
 

@@ -4,6 +4,7 @@ Greedy output is transformers' own. Sampled output is that of a plain loop with 
 also what the engine says without speculation.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 import reference
 from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.noise import derive_seed
+from specinfer.core.reasoning import Reasoning
 from specinfer.core.request import FinishReason, Request
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.thought import Thought
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import Drafter, MergedDrafter, NGramDrafter, SmallModelDrafter, SuffixDrafter, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN
@@ -127,8 +130,13 @@ MIXED = [
     SamplingParams(temperature=0.9, ignore_eos=True, logit_bias={1: 6.0}, max_tokens=10),
     SamplingParams(temperature=0.9, logit_bias={1: 4.0}, min_tokens=3, max_tokens=20),
     SamplingParams(temperature=1.0, repetition_penalty=1.3, top_p=0.8, top_k=30, max_tokens=1),
+    SamplingParams(temperature=0.0, thinking_token_budget=6, max_tokens=14),
+    SamplingParams(temperature=0.9, thinking_token_budget=0, allowed_token_ids=range(60), min_tokens=9, max_tokens=12),
+    SamplingParams(temperature=1.0, top_p=0.9, logit_bias={61: -100.0}, thinking_token_budget=3, max_tokens=12),
 ]
-PROMPTS = random_prompts([3, 26, 12, 40, 1, 9, 31, 18, 5, 22, 14], seed=5)
+THINKING = [i for i, params in enumerate(MIXED) if params.thinking_token_budget is not None]
+END, END_IDS = "zz", (70, 61, 61, 70)  # 61 is a z
+PROMPTS = random_prompts([3, 26, 12, 40, 1, 9, 31, 18, 5, 22, 14, 4, 8, 17], seed=5)
 JOBS = list(range(len(MIXED)))
 MAX_LENGTH = 40 + 20
 NOISES = (0.0, 0.15, 0.6, 3.0)
@@ -136,7 +144,19 @@ NOISES = (0.0, 0.15, 0.6, 3.0)
 
 def _request(i: int, seed: int | None = None, name: str = "") -> Request:
     seed = derive_seed(7, i) if seed is None else seed
-    return make_request(f"{i}{name}", PROMPTS[i], MIXED[i], seed, eos_token_ids=EOS)
+    request = make_request(f"{i}{name}", PROMPTS[i], MIXED[i], seed, eos_token_ids=EOS)
+    if i in THINKING:
+        request.thought = Thought(Reasoning("", END, END_IDS, is_open=True), _text, MIXED[i].thinking_token_budget)
+    return request
+
+
+def _text(tokens: Sequence[int]) -> str:
+    return "".join(chr(ord("z") + token - 61) for token in tokens)
+
+
+def _forced(i: int, output: Sequence[int]) -> int | None:
+    budget = MIXED[i].thinking_token_budget
+    return None if budget is None else reference.forced_token(output, budget, END, END_IDS, _text)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +168,8 @@ def plain_loop() -> Callable[[str, int], list[int]]:
     def output(family: str, i: int) -> list[int]:
         if (family, i) not in made:
             model = models.setdefault(family, make_model(family))
-            made[family, i] = reference.generate(model, PROMPTS[i], MIXED[i], derive_seed(7, i), EOS)
+            seed, forced = derive_seed(7, i), functools.partial(_forced, i)
+            made[family, i] = reference.generate(model, PROMPTS[i], MIXED[i], seed, EOS, forced)
         return made[family, i]
 
     return output
@@ -195,6 +216,10 @@ def test_the_mixed_jobs_end_in_every_way(plain_loop: Callable[[str, int], list[i
         ways |= {way for way, ids in ends.items() if tokens[-1] in ids} or {"length"}
     assert ways == {"stop", "eos", "length"}
     assert EOS[0] in plain_loop("llama", 8)[:-1], "said and passed over"
+    for i in THINKING:
+        tokens, budget = plain_loop("llama", i), MIXED[i].thinking_token_budget
+        assert tuple(tokens[budget : budget + 4]) == END_IDS
+        assert len(tokens) > budget + 4
 
 
 BEST_FIRST = st.tuples(
@@ -322,10 +347,13 @@ def test_greedy_under_every_rule_is_plain_decoding(
         make_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=n))
         for i, (prompt, n) in enumerate(zip(random_prompts(LENGTHS), OUTPUTS, strict=True))
     ]
-    others = [_request(i, name="other") for i in (1, 2, 4, 7)]
+    others = [_request(i, name="other") for i in (1, 2, 4, 7, *THINKING)]
     outputs = run(_guessing(runner_of, rule, drawing, tree, max_num_batched_tokens=40), [*others, *requests])
     assert outputs[len(others) :] == greedy_outputs("mistral")
     assert all(request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for request in others)
+    for i, tokens in zip(THINKING, outputs[4:], strict=False):
+        budget = MIXED[i].thinking_token_budget
+        assert tuple(tokens[budget : budget + 4]) == END_IDS
 
 
 @pytest.mark.covering(1)

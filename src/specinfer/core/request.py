@@ -16,6 +16,7 @@ from specinfer.core.slo import SLO
 from specinfer.core.speculation_stats import SpeculationStats
 from specinfer.core.step_trace import StepTrace
 from specinfer.core.text import TextBuffer
+from specinfer.core.thought import Thought
 from specinfer.core.token_counts import TokenCounts
 from specinfer.core.tree import TokenTree
 
@@ -63,6 +64,7 @@ class Request:
     decode: Callable[[int], str] | None = None  # text of a token alone, for log-probabilities
     grammar: Grammar | None = None  # constraint on the output
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    thought: Thought | None = None  # that may precede the answer
     prediction_ids: tuple[int, ...] = ()  # tokens that the output is likely to resemble
     adapter: Adapter | None = None  # LoRA adapter of the target; `cache_salt` has its salt in it
     cache_salt: str | None = ""  # prefixes are shared only between requests with the same salt; None shares with none
@@ -102,7 +104,7 @@ class Request:
     @property
     def is_plain_greedy(self) -> bool:
         """True if the next token is the argmax of the unprocessed logits."""
-        return self.params.is_plain_greedy and self.grammar is None and not self.bad_words_ids
+        return self.params.is_plain_greedy and not self.restricts_tokens(0)
 
     @property
     def output_ids(self) -> list[int]:
@@ -145,6 +147,12 @@ class Request:
             return num_left
         return min(num_left, self.params.max_tokens - self.num_output)
 
+    def restricts_tokens(self, depth: int) -> bool:
+        """Return whether the text decides which tokens may follow it, now or after a path of up to this length."""
+        if self.grammar is not None or self.bad_words_ids:
+            return True
+        return self.thought is not None and self.thought.may_force(depth)
+
     def reseed(self, number: int) -> None:
         """Give the request a seed of its own, derived from its seed and this number, before anything was sampled."""
         assert not self.num_output
@@ -165,8 +173,7 @@ class Request:
         assert not self.is_finished
         self.token_ids.append(token)
         self.origins.append(origin)
-        if self.grammar is not None:
-            self.grammar.advance(token)
+        self.follow(token)
         is_complete = self.grammar is not None and self.grammar.is_finished
         may_stop = self.num_output >= self.params.min_tokens
         if may_stop and token in self.params.stop_tokens:
@@ -179,6 +186,13 @@ class Request:
             self.finish(FinishReason.STOP)
         elif self.max_new_tokens <= 0:
             self.finish(FinishReason.LENGTH)
+
+    def follow(self, token: int) -> None:
+        """Let what restricts the tokens know of one that was emitted."""
+        if self.grammar is not None:
+            self.grammar.advance(token)
+        if self.thought is not None:
+            self.thought.advance(token)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason

@@ -72,7 +72,8 @@ class SamplingParams:
         seed: Under coupled and target-only verification, and greedy, the output is a function of the prompt, the
             parameters and this number. Under multi-step and traversal verification it also depends on the draft tokens:
             on the drafters, the tree and what they have learned.
-        stop: Strings that end the output; they are not part of the text unless asked for.
+        stop: Strings that end the output; they are not part of the text unless asked for. They do not
+            count in a thought.
         stop_token_ids: Tokens that end the output.
         max_tokens: Maximum number of tokens to generate; None continues to the end of the context.
         min_tokens: Number of tokens before which no end-of-text or stop token is emitted.
@@ -81,6 +82,8 @@ class SamplingParams:
         prompt_logprobs: The same for each token of the prompt but the first.
         logprob_token_ids: Tokens whose log-probabilities are also returned with each emitted token; 128 at most.
         bad_words: Strings that are not emitted; only the token that would complete one is forbidden.
+        thinking_token_budget: Maximum number of tokens of a thought; then those that end it follow, whatever else but a
+            grammar forbids them. None or -1 is no limit.
         structured_outputs: Constraint on the output: a `StructuredOutputsParams`, or a dict of its fields.
         tree: Tree for this request, in the format of `LLM(tree=...)`, or None for the engine's.
         prediction: Text, or its token ids, that the output is likely to resemble; it affects only the speed.
@@ -114,6 +117,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = ()
     bad_words: Sequence[str] | None = ()
+    thinking_token_budget: int | None = None
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     tree: str | None = None
     prediction: str | Sequence[int] | None = None
@@ -141,6 +145,10 @@ class SamplingParams:
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 1, None)
         check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.thinking_token_budget is not None:
+            check_int("thinking_token_budget", self.thinking_token_budget, -1, None)
+            if self.thinking_token_budget == -1:
+                object.__setattr__(self, "thinking_token_budget", None)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {value!r:.60}")

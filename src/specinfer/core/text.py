@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from specinfer.core.thought import Phase, Thought
+
 _MAX_UNFINISHED = 8
 
 
@@ -16,14 +18,25 @@ class TextBuffer:
 
     A token may be part of a character, and a tokenizer may join tokens with or without a space. So text
     is decoded from a window of recent tokens, and withheld while it ends in an unfinished character.
+
+    Args:
+        thought: The thought of the output, if it may have one. Stop strings count after it, from the answer's first
+            character that is no whitespace.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), *, include_stop: bool = False
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        thought: Thought | None = None,
     ) -> None:
         self._decode = decode
         self._stop = tuple(stop)
         self._include_stop = include_stop
+        self._thought = thought
+        self._answer = 0 if thought is None else None  # where the answer begins; None before
         self._tokens: list[int] = []
         # Tokens of [window, read) were decoded into earlier text; those of [read, end) are new.
         self._window = self._read = 0
@@ -32,11 +45,14 @@ class TextBuffer:
 
     def push(self, token: int, *, may_stop: bool = True) -> str | None:
         """Add one token's text and return the stop string that ends the output here, or None."""
-        found = self._push(token, may_stop)
+        before = len(self.text)
+        self._add(token)
+        before = self._find_answer(before)
+        found = self._cut_at_stop(before, self._answer) if may_stop and self._answer is not None else None
         self.ends.append(len(self.text))
         return found
 
-    def _push(self, token: int, may_stop: bool) -> str | None:
+    def _add(self, token: int) -> None:
         self._tokens.append(token)
         shown = self._decode(self._tokens[self._window : self._read])
         whole = self._decode(self._tokens[self._window :])
@@ -46,11 +62,9 @@ class TextBuffer:
             # Special tokens have no text, and thousands may follow one another: keep the window short.
             if whole == shown and len(self._tokens) - self._read > _MAX_UNFINISHED:
                 del self._tokens[self._read]
-            return None
-        before = len(self.text)
+            return
         self.text += whole[len(shown) :]
         self._window, self._read = self._read, len(self._tokens)
-        return self._cut_at_stop(before) if may_stop else None
 
     def finish(self) -> None:
         """Append the withheld text, because no more tokens will complete it."""
@@ -61,14 +75,30 @@ class TextBuffer:
 
     def settled(self) -> str:
         """Return the text that no later token can change: all but what may be the start of a stop string."""
+        if self._answer is None:
+            is_decided = self._thought is None or self._thought.phase is not Phase.UNDECIDED
+            return self.text if is_decided or not self._stop else ""
         num_held_back = max((_overlap(self.text, stop) for stop in self._stop), default=0)
-        return self.text[: len(self.text) - num_held_back]
+        return self.text[: max(len(self.text) - num_held_back, self._answer)]
 
-    def _cut_at_stop(self, before: int) -> str | None:
-        """Cut the text at the earliest stop string that ends in the text added since `before`, and return it."""
+    def _find_answer(self, before: int) -> int:
+        """Note where the answer begins, once that is known; return from where on the text is new to stop strings."""
+        thought = self._thought
+        if self._answer is None and thought is not None and thought.is_over:
+            end = thought.reasoning.end
+            at = self.text.find(end, max(0, before - len(end)))
+            before = at + len(end) if at >= 0 else len(self.text)  # special tokens may have no text
+            self._answer = before = before if thought.phase is Phase.ANSWER else 0
+        if self._answer is not None and thought is not None and thought.phase is Phase.ANSWER:
+            while self._answer < len(self.text) and self.text[self._answer].isspace():
+                self._answer += 1
+        return before
+
+    def _cut_at_stop(self, before: int, first: int) -> str | None:
+        """Cut the text at the earliest stop string from `first` on that ends in the text added since `before`."""
         found: tuple[int, str] | None = None
         for stop in self._stop:
-            at = self.text.find(stop, max(0, before - len(stop) + 1))
+            at = self.text.find(stop, max(first, before - len(stop) + 1))
             if at >= 0 and (found is None or at < found[0]):
                 found = (at, stop)
         if found is None:

@@ -155,7 +155,6 @@ SAMPLING: Mapping[str, VllmName] = {
     "skip_reading_prefix_cache": VllmName("give the prompt a cache_salt of its own", (None, False)),
     "spaces_between_special_tokens": VllmName("text is that of the tokenizer's decode", _ANY),
     "stream_interval": VllmName("stream yields a chunk for each step; the server has stream_interval", (None, 1)),
-    "thinking_token_budget": VllmName("use max_tokens", (None, -1)),
     "trace_decode_token_ids": VllmName("tokens cannot be forced; use a prompt and prompt_logprobs"),
     "truncate_prompt_tokens": VllmName("cut the prompt before; the server's endpoints have the field"),
     "use_beam_search": VllmName("there is no beam search", (None, False)),

@@ -101,7 +101,7 @@ class BlockDrafter(FeatureDrafter):
         growing = [tree for tree in growing_trees if tree.frontier]
         counts = [len(tree.frontier) for tree in growing]
         places = [tree.index * self.max_depth + tree.num_levels for tree in growing]
-        if not self._head.is_pairwise and all(self._is_free(tree.request) for tree in growing):
+        if not self._head.is_pairwise and all(self._is_free(tree.request, tree.num_levels) for tree in growing):
             firsts = WantedNodes([run._replace(depths=run.depths[:1]) for run in nodes.runs])
             logits = rows.logits.index_select(0, torch.tensor(places, device=rows.logits.device))
             alike = draw(self.draft_sampling, logits, firsts, self.vocabulary.token_map)
@@ -116,9 +116,9 @@ class BlockDrafter(FeatureDrafter):
         candidates = draw(self.draft_sampling, logits, nodes, self.vocabulary.token_map)
         return candidates if accepted is None else _scaled(candidates, accepted)
 
-    def _is_free(self, request: Request) -> bool:
-        """Return whether candidates of a request depend on their depth alone."""
-        return chooses_for(self.draft_sampling, request) and not is_adjusted(request)
+    def _is_free(self, request: Request, depth: int) -> bool:
+        """Return whether candidates of a request after paths of this length depend on the length alone."""
+        return chooses_for(self.draft_sampling, request) and not is_adjusted(request, depth)
 
 
 def _repeated(candidates: Candidates, counts: Sequence[int]) -> Candidates:

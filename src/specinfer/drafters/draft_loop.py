@@ -118,13 +118,15 @@ class DraftLoop:
         def is_wide(one: Wanted) -> bool:  # the distribution of a draw is over `SUPPORT` tokens
             return max(one.budget.widths, default=0) > SUPPORT
 
-        found = [one for one in wanted if self._can_draft(one.request)]
+        found = [one for one in wanted if self._can_draft(*one)]
         found = [one for one in found if not (is_wide(one) and self._draws(one.request))]
         any_draws = any(self._draws(one.request) for one in found)
         return [one for one in found if not (is_wide(one) and any_draws)]
 
-    def _can_draft(self, request: Request) -> bool:
-        return not is_adjusted(request) and (chooses_for(self._draft_sampling, request) or self._draws(request))
+    def _can_draft(self, request: Request, budget: TreeBudget) -> bool:
+        return not is_adjusted(request, budget.max_depth) and (
+            chooses_for(self._draft_sampling, request) or self._draws(request)
+        )
 
     def _draws(self, request: Request) -> bool:
         """Return whether tokens for a request are drawn without replacement."""

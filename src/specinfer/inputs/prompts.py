@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from specinfer.core.config import AUTO
@@ -18,6 +18,7 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.text import TextBuffer
+from specinfer.core.thought import Thought
 from specinfer.inputs.arguments import Message, Prompt, text_of
 from specinfer.inputs.chat.special_tokens import SpecialToken
 from specinfer.inputs.formats.calls import CallFormat
@@ -83,10 +84,14 @@ class PromptReader:
         Raises:
             RequestError: The prompt, or the parameters with it, cannot be served.
         """
-        ids, grammar = self.read(prompt, params), self.grammar(params)
+        ids = self.read(prompt, params)
+        reasoning = self.reasoning(prompt, ids, params)
+        params = self._with_thought(params, reasoning)
+        grammar = self.grammar(params)
         bad_words, prediction = self.bad_words_ids(params), self.prediction_ids(params)
         salt = self.cache_salt(prompt) + ("" if adapter is None else f"\0{adapter.salt}")
         prompt_logprobs: list[dict[int, Logprob] | None] = []  # computed once
+        thoughts = [self._thought(params, reasoning) for _ in range(params.n)]
         requests = [
             Request(
                 request_id=f"{request_id}.{i}",
@@ -95,16 +100,17 @@ class PromptReader:
                 seed=(seed + i) & MAX_SEED,
                 eos_token_ids=self._eos_token_ids,
                 max_model_len=self._max_model_len,
-                text=self.text_buffer(params),
+                text=self.text_buffer(params, thought),
                 decode=self.decode_token,
                 grammar=None if grammar is None else grammar.copy(),
                 bad_words_ids=bad_words,
+                thought=thought,
                 prediction_ids=prediction,
                 adapter=adapter,
                 cache_salt=salt,
                 prompt_logprobs=prompt_logprobs,
             )
-            for i in range(params.n)
+            for i, thought in enumerate(thoughts)
         ]
         return Job(request_id, text_of(prompt), requests)
 
@@ -211,15 +217,21 @@ class PromptReader:
             raise RequestError(f"cache_salt: may not contain the character U+0000, as in {salt!r:.60}")
         return salt
 
-    def reasoning(self, prompt: Prompt) -> Reasoning | None:
-        """Return the thought of the prompt's outputs, or None if there is none.
+    def reasoning(self, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> Reasoning | None:
+        """Return the thought of the outputs of a prompt, or None if they have none.
+
+        A prompt that does not say so has one if its budget is limited and the model thinks.
 
         Raises:
-            RequestError: The value is not a `Reasoning`.
+            RequestError: The value is not a `Reasoning`, or there is no tokenizer.
         """
-        found = prompt.get("reasoning") if isinstance(prompt, Mapping) else None
+        if not (isinstance(prompt, Mapping) and "reasoning" in prompt):
+            return None if params.thinking_token_budget is None else self.reasoning_of(ids)
+        found = prompt["reasoning"]
         if not isinstance(found, Reasoning | None):
             raise RequestError(f"reasoning: give a Reasoning, or leave it out, not {found!r:.60}")
+        if found is not None and self._tokenizer is None:
+            raise RequestError("reasoning: this model has no tokenizer; leave it out")
         return found
 
     def bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -287,12 +299,28 @@ class PromptReader:
         if self._compiler is not None:
             self._compiler.close()
 
-    def text_buffer(self, params: SamplingParams) -> TextBuffer | None:
+    def text_buffer(self, params: SamplingParams, thought: Thought | None = None) -> TextBuffer | None:
         """Return an empty text buffer for an output of this request, or None without a tokenizer."""
         if self._tokenizer is None:
             return None
         decode = functools.partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
-        return TextBuffer(decode, params.stop_strings, include_stop=params.include_stop_str_in_output)
+        include_stop = params.include_stop_str_in_output
+        return TextBuffer(decode, params.stop_strings, include_stop=include_stop, thought=thought)
+
+    def _thought(self, params: SamplingParams, reasoning: Reasoning | None) -> Thought | None:
+        """Return the thought of an output, at its start."""
+        if reasoning is None:
+            return None
+        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
+        return Thought(reasoning, decode, params.thinking_token_budget)
+
+    def _with_thought(self, params: SamplingParams, reasoning: Reasoning | None) -> SamplingParams:
+        """Return parameters for outputs with a thought, whose markers are a part of the text."""
+        if reasoning is None or not params.skip_special_tokens:
+            return params
+        markers = [self.special_tokens.get(text) for text in (reasoning.start, reasoning.end)]
+        is_hidden = any(token is not None and not token.is_shown for token in markers)
+        return replace(params, skip_special_tokens=False) if is_hidden else params
 
     @functools.cached_property
     def decode_token(self) -> Callable[[int], str] | None:

@@ -50,8 +50,9 @@ def fit_to_length(config: Any, max_model_len: int | None) -> None:
 
 def _factor(rope: Mapping[str, Any]) -> float:
     value = rope.get("factor")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) and value > 1 else 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 1.0
+    return float(value) if math.isfinite(value) and value > 1 else 1.0
 
 
 def _scaled(own: int, original: int, factor: float) -> int:

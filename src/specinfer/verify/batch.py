@@ -49,9 +49,11 @@ def verify(
         random_rules = [each if tossing else None for each, tossing in zip(rules, is_random, strict=True)]
         return verify_on_device(random_rules, logits, requests, trees)
     walked = [i for i, tossing in enumerate(is_random) if not tossing]
-    is_native = [_is_plain(requests[i]) and chooses(logits[i]) for i in walked]
+    is_native = [_is_plain(requests[i], trees[i]) and chooses(logits[i]) for i in walked]
     tossed = [
-        i for i, tossing in enumerate(is_random) if tossing and _tosses_natively(rules[i], requests[i], logits[i])
+        i
+        for i, tossing in enumerate(is_random)
+        if tossing and rules[i] in (MULTI_STEP, TRAVERSAL) and _is_plain(requests[i], trees[i]) and chooses(logits[i])
     ]
     kept: dict[int, Acceptance] = {}
     for verify_group, group in (
@@ -76,10 +78,6 @@ def _walk_natively(
     noises = [(request.seed, len(request.token_ids)) for request in requests]
     found = walk_trees(logits, trees, noises, [temperature_of(request.params) for request in requests])
     return [Acceptance(path, token) for path, token in found]
-
-
-def _tosses_natively(rule: str, request: Request, logits: Tensor) -> bool:
-    return rule in (MULTI_STEP, TRAVERSAL) and _is_plain(request) and chooses(logits)
 
 
 def _toss_natively(
@@ -120,10 +118,10 @@ def _choose_next(row: Tensor, request: Request, position: int) -> int:
     return choose_token(row, (request.seed, position), least)
 
 
-def _is_plain(request: Request) -> bool:
+def _is_plain(request: Request, tree: TokenTree) -> bool:
     """Return whether the distribution is the softmax of the logits over the temperature, or their argmax at 0."""
     params = request.params
-    return not is_adjusted(request) and (params.is_greedy or not params.truncates)
+    return not is_adjusted(request, tree.max_depth) and (params.is_greedy or not params.truncates)
 
 
 def _verify_random(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Acceptance:

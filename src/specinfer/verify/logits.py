@@ -1,8 +1,9 @@
 """Processing of logits into the distribution that a token is sampled from, for target and drafters.
 
 There are two halves. `adjust` needs the history: forbidden tokens (allowed tokens, grammar, bad words, ends that come
-too early), biases and penalties. `truncate` needs the scores alone: temperature, min-p, top-k and top-p. The order
-is vLLM's. Each row of logits belongs to one node of a token tree, and its history is that node's own path.
+too early), biases, penalties, and tokens that must end a thought. `truncate` needs the scores alone: temperature,
+min-p, top-k and top-p. The order is vLLM's. Each row of logits belongs to one node of a token tree, and its history is
+that node's own path.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.core.grammar.state import Bits, set_bit
+from specinfer.core.grammar.state import Bits, has_bit, set_bit
 from specinfer.core.logprob import Logprob, by_token
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
@@ -26,9 +27,9 @@ from specinfer.kernels.tree_layout import num_words
 _FEW = 128  # number of best tokens that top-p looks at first
 
 
-def is_adjusted(request: Request) -> bool:
-    """Return whether `adjust` may change anything."""
-    return request.params.adjusts_logits or request.grammar is not None or bool(request.bad_words_ids)
+def is_adjusted(request: Request, depth: int) -> bool:
+    """Return whether `adjust` may change anything after paths of up to this length."""
+    return request.params.adjusts_logits or request.restricts_tokens(depth)
 
 
 def process_logits(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -57,8 +58,8 @@ def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> 
     Returns:
         [num_nodes, vocab] float32, -inf where a token cannot be emitted; the input itself if nothing applies.
     """
-    params = request.params
-    if not is_adjusted(request):
+    params, depth = request.params, max(map(len, paths), default=0)
+    if not is_adjusted(request, depth):
         return logits
     logits = logits.clone()
     output_ids = request.output_ids  # the property copies, so it is read once
@@ -68,14 +69,8 @@ def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> 
             forbidden[list(params.allowed_token_ids)] = False
             request.forbidden = send(forbidden, logits.device)
         logits.masked_fill_(request.forbidden, -torch.inf)
-    if transfers.is_apart(logits) and (request.grammar is not None or request.bad_words_ids):
+    if request.restricts_tokens(depth):
         _mask(logits, request, paths)
-    else:
-        if request.grammar is not None:
-            legal = torch.stack([request.grammar.mask(path) for path in paths])
-            logits.masked_fill_(~legal, -torch.inf)
-        if request.bad_words_ids:
-            _forbid_bad_words(logits, request.bad_words_ids, output_ids, paths)
     if params.logit_bias:
         ids = send(np.array(list(params.logit_bias), dtype=np.int64), logits.device)
         logits[:, ids] += send(np.array(list(params.logit_bias.values()), dtype=np.float32), logits.device)
@@ -83,6 +78,9 @@ def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> 
         _hold_back_ends(logits, request, paths)
     if params.has_penalties:
         _penalise(logits, request, paths)
+    if forced := _forced_tokens(request, paths):
+        rows, tokens = (send(np.array(one, dtype=np.int64), logits.device) for one in zip(*forced.items(), strict=True))
+        logits[rows, tokens] = logits[rows, tokens].clamp(0.0, 0.0)  # whatever else forbids them; NaN stays
     return logits
 
 
@@ -209,20 +207,8 @@ def top_logprobs(asked: Sequence[AskedLogprobs]) -> list[list[dict[int, Logprob]
     return found
 
 
-def _forbid_bad_words(
-    logits: Tensor,
-    words: Sequence[Sequence[int]],
-    output_ids: Sequence[int],
-    paths: Sequence[Sequence[int]],
-) -> None:
-    """Forbid the last token of each bad word wherever the output along the path ends with the word's other tokens."""
-    for row, path in enumerate(paths):
-        if ends := ends_of_bad_words(words, output_ids, path):
-            logits[row, torch.tensor(ends, device=logits.device)] = -torch.inf
-
-
 def write_allowed(bits: Bits, request: Request, paths: Sequence[Sequence[int]]) -> None:
-    """Write which tokens the grammar and the bad words of a request allow after each path, a bit each.
+    """Write which tokens the text allows after each path, a bit each: by grammar, bad words and budget of the thought.
 
     Args:
         bits: [paths, vocab / 8] to write to.
@@ -234,15 +220,34 @@ def write_allowed(bits: Bits, request: Request, paths: Sequence[Sequence[int]]) 
     for row, path in zip(bits, paths, strict=True):
         for token in ends_of_bad_words(request.bad_words_ids, output_ids, path):
             set_bit(row, token, is_set=False)
+    for place, token in _forced_tokens(request, paths).items():
+        bits[place] = 0
+        set_bit(bits[place], token, is_set=True)
+
+
+def _forced_tokens(request: Request, paths: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Return, by index of the path, the tokens that must end a thought, where the grammar allows them."""
+    thought, grammar = request.thought, request.grammar
+    if thought is None:
+        return {}
+    found = {i: token for i, path in enumerate(paths) if (token := thought.forced(path)) is not None}
+    if grammar is None:
+        return found
+    return {i: token for i, token in found.items() if has_bit(grammar.bits(paths[i]), token)}
 
 
 def _mask(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
-    """Forbid what the grammar and the bad words do not allow, by bits that are sent to the device."""
+    """Forbid what the text does not allow."""
     rows, vocab = logits.shape
     words = np.zeros((rows, num_words(vocab)), dtype=np.int32)
-    write_allowed(words.view(np.uint8)[:, : -(-vocab // 8)], request, paths)
-    used = torch.ones(rows, dtype=torch.int32, device=logits.device)
-    tree_ops.mask_logits(logits, send(words, logits.device), used)
+    bits = words.view(np.uint8)[:, : -(-vocab // 8)]
+    write_allowed(bits, request, paths)
+    if transfers.is_apart(logits):
+        used = torch.ones(rows, dtype=torch.int32, device=logits.device)
+        tree_ops.mask_logits(logits, send(words, logits.device), used)
+    else:
+        is_allowed = np.unpackbits(bits, axis=1, count=vocab, bitorder="little").view(np.bool_)
+        logits.masked_fill_(~torch.from_numpy(is_allowed), -torch.inf)
 
 
 def ends_of_bad_words(words: Sequence[Sequence[int]], output_ids: Sequence[int], path: Sequence[int]) -> list[int]:

@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
     def adjusted(self) -> Tensor:
         """Return the logits after constraints, biases and penalties."""
-        if not is_adjusted(self.request):
+        if not is_adjusted(self.request, self.tree.max_depth):
             return self.logits
         return adjust(self.logits, self.request, [self.tree.path_tokens(node) for node in self.nodes])
 

@@ -21,8 +21,10 @@ from specinfer.core.config import DRAFT_SAMPLINGS, SpeculativeConfig
 from specinfer.core.errors import RanksError
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.parallel_config import ParallelConfig
+from specinfer.core.reasoning import Reasoning
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.thought import Thought
 from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter, RemoteDrafter, SmallModelDrafter, make_drafter
 from specinfer.drafters.merge.guarded import MAX_FAILURES
@@ -60,7 +62,7 @@ class Hand:
     def __init__(self, *runners: ModelRunner, is_late: bool = False) -> None:
         self._compiler = GrammarCompiler(make_tokenizer(), VOCAB, ())
         self.hosted = {
-            i: HostedDrafter(runner, SharedVocabulary(VOCAB, VOCAB), VOCAB, self._compiler)
+            i: HostedDrafter(runner, SharedVocabulary(VOCAB, VOCAB), VOCAB, self._compiler, make_tokenizer().decode)
             for i, runner in enumerate(runners)
         }
         self.log: list[str] = []
@@ -127,12 +129,14 @@ def requests() -> list[Request]:
         SamplingParams(temperature=0.9, max_tokens=9, logit_bias={3: 2.5, 5: -4.0}, allowed_token_ids=range(40)),
         grammar,
         SamplingParams(temperature=1.0, max_tokens=10),
+        SamplingParams(temperature=0.9, max_tokens=12),
     ]
-    prompts = random_prompts([5, 17, 30, 3, 9, 2, 30])
+    prompts = random_prompts([5, 17, 30, 3, 9, 2, 30, 8])
     prompts[6] = prompts[2]  # its prefix is there already
     made = [make_request(str(i), prompts[i], params, 11 * i) for i, params in enumerate(asked)]
     made[3].bad_words_ids = ((4, 5), (7,))
     made[6].cache_salt = None
+    made[7].thought = Thought(Reasoning("", "!?", (34, 31, 32), is_open=True), make_tokenizer().decode, 4)
     compiler = GrammarCompiler(make_tokenizer(), VOCAB, ())
     assert grammar.structured_outputs is not None
     made[5].grammar = compiler.compile(grammar.structured_outputs)  # type: ignore[arg-type]

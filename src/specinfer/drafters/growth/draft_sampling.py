@@ -98,8 +98,7 @@ def draw(draft_sampling: str, logits: Tensor, nodes: Sequence[Node], token_map: 
         token_map: The target tokens of the columns of the logits, or None for all of them.
     """
     wanted = WantedNodes.of(nodes)
-    requests = [run.request for run in wanted.runs]
-    if token_map is not None and any(map(is_adjusted, requests)):
+    if token_map is not None and _is_adjusted(wanted):
         logits, token_map = token_map.expand(logits), None  # adjustments find tokens by their ids
     width = max(run.width for run in wanted.runs)
     size = min(logits.shape[-1], max(SUPPORT, width))
@@ -107,7 +106,7 @@ def draw(draft_sampling: str, logits: Tensor, nodes: Sequence[Node], token_map: 
     if token_map is not None:
         ids = token_map.ids[ids]
     scores = _tempered(values, wanted)
-    kinds = {sampling_of(draft_sampling, request) for request in requests} if draft_sampling == AUTO else ()
+    kinds = {sampling_of(draft_sampling, run.request) for run in wanted.runs} if draft_sampling == AUTO else ()
     if len(kinds) > 1:
         chosen, drawn = (
             _candidates(kind, scores, ids, wanted, width) for kind in sorted(kinds, key=lambda kind: kind not in CHOSEN)
@@ -149,8 +148,12 @@ def _parts(wanted: WantedNodes, rows: Tensor) -> list[Tensor]:
     return [rows[a:b] for a, b in pairwise(wanted.starts)]
 
 
+def _is_adjusted(wanted: WantedNodes) -> bool:
+    return any(is_adjusted(run.request, max(run.depths, default=0)) for run in wanted.runs)
+
+
 def _adjusted(logits: Tensor, wanted: WantedNodes) -> Tensor:
-    if not any(is_adjusted(run.request) for run in wanted.runs):
+    if not _is_adjusted(wanted):
         return logits
     parts = [
         adjust(part, run.request, [run.path_of(i) for i in range(len(part))])

@@ -3,12 +3,14 @@
 They draft in their own thread, so they do not wait for a running pass of the target's shard.
 """
 
+import functools
 import json
 import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.state import Grammar
 from specinfer.core.request import Request, Span
 from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.core.thought import Decode
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.growth.calibration import Calibration, source_of
 from specinfer.drafters.loading import SmallModel, load_small
@@ -41,11 +44,14 @@ class HostedDrafter:
     Args:
         vocab_size: The target's vocabulary size.
         grammars: The compiler of grammars for the target's tokens.
+        decode: Function that returns the text of the target's tokens, special ones included.
     """
 
-    def __init__(self, runner: ModelRunner, vocabulary: Vocabulary, vocab_size: int, grammars: Grammars) -> None:
+    def __init__(
+        self, runner: ModelRunner, vocabulary: Vocabulary, vocab_size: int, grammars: Grammars, decode: Decode
+    ) -> None:
         self._runner, self._vocabulary, self._vocab_size = runner, vocabulary, vocab_size
-        self._grammars = grammars
+        self._grammars, self._decode = grammars, decode
         self._requests: dict[int, Request] = {}
         self._drafter: SmallModelDrafter | None = None
 
@@ -71,7 +77,7 @@ class HostedDrafter:
         for tree_request in draft_request.tree_requests:
             if tree_request.about:
                 self._requests[tree_request.key] = make_proxy(
-                    str(tree_request.key), tree_request.about, tree_request.tokens, self._grammars
+                    str(tree_request.key), tree_request.about, tree_request.tokens, self._grammars, self._decode
                 )
             else:
                 append_tokens(self._requests[tree_request.key], tree_request.tokens)
@@ -119,10 +125,11 @@ class Host:
     def serve(self, num_slots: int, num_states: int, channel: Channel) -> None:
         target = self._target
         grammars = _LazyGrammars(self._tokenizer, target.vocab_size, target.eos_token_ids)
+        decode = functools.partial(_decode, self._tokenizer)
         drafters = {}
         for number, small in self._small.items():
             runner = ModelRunner(small.loaded, num_slots, keeps_prefixes=self._keeps_prefixes, num_states=num_states)
-            drafters[number] = HostedDrafter(runner, small.vocabulary, target.vocab_size, grammars)
+            drafters[number] = HostedDrafter(runner, small.vocabulary, target.vocab_size, grammars, decode)
         self._thread = threading.Thread(
             target=_answer_all, args=(drafters, channel), name="specinfer-drafters", daemon=True
         )
@@ -130,6 +137,10 @@ class Host:
 
     def end(self) -> None:
         self._thread.join(_JOIN_SECONDS)
+
+
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
 class _LazyGrammars:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from specinfer.core.grammar.state import Grammar
+from specinfer.core.reasoning import Reasoning
 from specinfer.core.request import DRAWS_EACH, Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.core.thought import Decode, Thought
 
 # The sampling parameters that drafts depend on.
 _PARAMS = (
@@ -30,7 +32,8 @@ def can_be_sent(request: Request) -> bool:
 
 def describe(request: Request) -> str:
     """Return a JSON description of the request, as far as drafts depend on it."""
-    params, asked = request.params, request.params.structured_outputs
+    params, asked, thought = request.params, request.params.structured_outputs, request.thought
+    has_budget = thought is not None and thought.budget is not None
     assert isinstance(asked, StructuredOutputsParams | None)
     return json.dumps(
         {
@@ -41,24 +44,30 @@ def describe(request: Request) -> str:
             "cache_salt": request.cache_salt,
             "params": {name: getattr(params, name) for name in _PARAMS},
             "grammar": None if request.grammar is None or asked is None else dataclasses.asdict(asked),
+            "thought": [dataclasses.asdict(thought.reasoning), thought.budget] if thought and has_budget else None,
         }
     )
 
 
-def make_proxy(name: str, about: str, tokens: Sequence[int], grammars: Grammars) -> Request:
+def make_proxy(name: str, about: str, tokens: Sequence[int], grammars: Grammars, decode: Decode) -> Request:
     """Return a request whose drafts are those of the request that `describe` was given.
 
     Args:
         tokens: The tokens known so far, the prompt first.
+        decode: Function that returns the text of tokens, special ones included.
     """
     fields = json.loads(about)
     num_prompt, params = fields["num_prompt"], SamplingParams(**fields["params"], max_tokens=None)
     grammar = None
     if fields["grammar"] is not None:
         grammar = grammars.compile(_constraint(fields["grammar"]), ignore_eos=params.ignore_eos)
+    thought = None
+    if fields["thought"] is not None:
+        reasoning, budget = fields["thought"]
+        thought = Thought(Reasoning(**reasoning | {"end_ids": tuple(reasoning["end_ids"])}), decode, budget)
     request = Request(
         name, list(tokens[:num_prompt]), params, fields["seed"], tuple(fields["eos_token_ids"]), grammar=grammar,
-        bad_words_ids=tuple(map(tuple, fields["bad_words_ids"])), cache_salt=fields["cache_salt"],
+        bad_words_ids=tuple(map(tuple, fields["bad_words_ids"])), thought=thought, cache_salt=fields["cache_salt"],
     )  # fmt: skip
     append_tokens(request, tokens[num_prompt:])
     return request
@@ -73,9 +82,8 @@ def _constraint(fields: dict[str, Any]) -> StructuredOutputsParams:
 def append_tokens(request: Request, tokens: Sequence[int]) -> None:
     """Append emitted tokens to the request; the engine's rank decides when it ends."""
     request.token_ids += tokens
-    if request.grammar is not None:
-        for token in tokens:
-            request.grammar.advance(token)
+    for token in tokens:
+        request.follow(token)
 
 
 def draw_from(request: Request, drafter: str, first: int) -> None:

@@ -14,7 +14,7 @@ from specinfer.core.tree import TreeBudget
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
 from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.launch_size import LaunchSize
-from specinfer.engine.device.masks import is_masked, write_masks
+from specinfer.engine.device.masks import write_masks
 from specinfer.engine.device.processing import Processing
 from specinfer.kernels.tree_layout import num_words
 from specinfer.model.graphs.slot_table import Change, SlotTable
@@ -110,8 +110,8 @@ class DraftRow(NamedTuple):
         for name, value in wide.items():
             inputs[name].view(np.int64)[row] = value
         inputs["top_p"].view(np.float64)[row] = params.top_p
-        inputs["is_masked"][row] = is_masked(request)
-        if is_masked(request):
+        inputs["is_masked"][row] = is_masked = request.restricts_tokens(0)
+        if is_masked:
             write_masks(inputs["allowed"].view(np.uint8)[row : row + 1, : -(-target_vocab // 8)], request, [()])
         inputs["widths"][row] = 0
         inputs["widths"][row, : len(budget.widths)] = budget.widths

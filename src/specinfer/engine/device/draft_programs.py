@@ -30,7 +30,6 @@ from specinfer.engine.device.draft_program import DraftProgram
 from specinfer.engine.device.growth import DraftKind, DraftShape
 from specinfer.engine.device.launch import Marks
 from specinfer.engine.device.launch_size import LaunchSize
-from specinfer.engine.device.masks import is_masked
 from specinfer.engine.device.processing import Processing, can_adjust
 from specinfer.engine.device.size_choice import CapturedSizes
 from specinfer.engine.device.sizes import NODES, holds, holds_expansion, shape_of
@@ -112,7 +111,8 @@ class DraftPrograms:
         if request.params.is_greedy or sampling == "shared-noise":  # a program adds noise for all sampled requests
             return True
         # Draws are masked at every level, where they grow level by level.
-        return self._draws(request) and not is_masked(request) and self._is_whole(self._shape_of([budget], 1), budget)
+        is_masked = request.restricts_tokens(budget.max_depth)
+        return self._draws(request) and not is_masked and self._is_whole(self._shape_of([budget], 1), budget)
 
     @staticmethod
     def _is_whole(shape: DraftShape | None, budget: TreeBudget) -> bool:
@@ -172,7 +172,8 @@ class DraftPrograms:
             return None
         rule = MULTI_STEP if any(drawn) else None  # draws are the same for all rules with random numbers
         processing = max(map(Processing.of_request, requests))
-        wanted = LaunchSize(rows, shape, processing, rule=rule, is_masked=any(map(is_masked, requests)))
+        is_masked = any(request.restricts_tokens(0) for request in requests)
+        wanted = LaunchSize(rows, shape, processing, rule=rule, is_masked=is_masked)
         chosen = self._sizes.choose(wanted, MAX_TREE_NODES, num_captures=1)
         sizes = filter(self._sizes.has_memory, (chosen or wanted, wanted))
         return next((size for size in sizes if self._has_room(requests, size)), None)

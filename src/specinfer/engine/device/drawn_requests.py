@@ -10,8 +10,7 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.launch import Answer, DeviceRequest
-from specinfer.engine.device.masks import is_masked
-from specinfer.engine.device.sizes import holds_expansion
+from specinfer.engine.device.sizes import LEVELS, holds_expansion
 from specinfer.model.graphs.sizes import REQUESTS
 from specinfer.verify.rules import RANDOM_RULES
 
@@ -41,8 +40,16 @@ class DrawnRequests:
             return "tokens are drawn by a rule with random numbers, under which these drafters take ordinary steps"
         if num_served + 1 > self._too_wide.get(request, 2 * REQUESTS[-1]) // 2:
             return "fixed expansions of so many requests do not fit into a step"
-        # Draws of ordinary steps are masked at every level, so other tokens would be drawn here.
-        return "a grammar or bad words, under a rule with random numbers" if is_masked(request) else None
+        if self.are_masked(request, LEVELS[-1]):
+            return "a grammar, bad words or the end of a thought, under a rule with random numbers"
+        return None
+
+    def are_masked(self, request: Request, depth: int) -> bool:
+        """Return whether draws of this request, at up to this depth, are masked by ordinary steps.
+
+        They are masked at every level there, so other tokens would be drawn here.
+        """
+        return self.has(request) and request.restricts_tokens(depth)
 
     def undrawable(
         self,

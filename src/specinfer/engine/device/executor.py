@@ -28,7 +28,6 @@ from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import Launch
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
-from specinfer.engine.device.masks import is_masked
 from specinfer.engine.device.preparation import capture_sizes, usual_processing, usual_sizes
 from specinfer.engine.device.processing import READS_LOGITS, Processing, drawn_rule, why_not, why_not_sampled
 from specinfer.engine.device.rows import DeviceRows
@@ -168,9 +167,15 @@ class DeviceExecutor:
             return None
         budgets = self._budgets.of(device_requests, policy.budgets)
         requests = [one.request for one in device_requests]
-        has_masks = any(map(is_masked, requests))
+        reach = max((budget.max_depth for budget in self._budgets.uncut), default=0)
+        reach += sum(1 + launch.size.max_depth for launch in self._launches)  # tokens that the host does not know
+        has_masks = any(request.restricts_tokens(reach) for request in requests)
         if has_masks and self._launches:
-            return None  # grammars need to know all tokens
+            return None  # masks need to know all tokens
+        if masked := [one for one in device_requests if self._drawn.are_masked(one.request, reach)]:
+            for one in masked:
+                self._served.send_away(one)
+            return self._plan(policy, clock)
         num_rows = at_least(REQUESTS, len(device_requests)) or REQUESTS[-1]
         most = self._device.max_rows // num_rows
         has_lookups = self._guesses.has_lookups

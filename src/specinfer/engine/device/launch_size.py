@@ -36,7 +36,7 @@ class LaunchSize:
         rule: Verification rule of requests whose tokens are drawn, or None if there are none.
         adapts: Whether requests may have adapters.
         num_recomputed: Places before each root for tokens that recurrent layers recompute.
-        is_masked: Whether grammars or bad words of some requests mask tokens.
+        is_masked: Whether the texts of some requests mask tokens, as by a grammar.
         is_traced: Whether probabilities of the nodes are returned.
     """
 

@@ -1,4 +1,4 @@
-"""Masks of tokens in steps on a device: what grammars and bad words allow after each node of the trees.
+"""Masks of tokens in steps on a device: what the text allows after each node of the trees, as by a grammar.
 
 The host computes them from the trees while the device computes the target's pass, and sends them before the walk. Those
 of the roots are sent before the draft loop, so that the first draft tokens are allowed ones.
@@ -17,11 +17,6 @@ from specinfer.kernels.tree_layout import WORD
 from specinfer.verify.logits import write_allowed
 
 logger = logging.getLogger(__name__)
-
-
-def is_masked(request: Request) -> bool:
-    """Return whether the tokens that are allowed depend on the text."""
-    return request.grammar is not None or bool(request.bad_words_ids)
 
 
 def write_masks(bits: Bits, request: Request, paths: Sequence[tuple[int, ...]]) -> None:
@@ -75,14 +70,14 @@ class TokenMasks:
         """
         self._host_is_masked.zero_()
         for row, request in enumerate(requests):
-            if is_masked(request):
+            if request.restricts_tokens(0):
                 self._write(row * nodes, request, [()])
         self._copy(self._is_masked, self._host_is_masked)
 
     def send(self, requests: Iterable[Request], trees: Iterable[TokenTree], nodes: int) -> None:
         """Send the masks of the other nodes of the trees; what was sent before need not have arrived."""
         for row, (request, tree) in enumerate(zip(requests, trees, strict=True)):
-            if is_masked(request) and tree.num_guessed:
+            if tree.num_guessed and request.restricts_tokens(tree.max_depth):
                 self._write(row * nodes + 1, request, [tree.path_tokens(node) for node in range(1, len(tree))])
         self._copy(self._is_masked, self._host_is_masked)
 
