@@ -26,7 +26,8 @@ from specinfer import (
     StructuredOutputsParams,
     TokensPrompt,
 )
-from specinfer.core.vllm_names import ENGINE, METHODS, SAMPLING, SPECULATIVE, from_speculative_config
+from specinfer.core.vllm_names import from_speculative_config, without_vllm_flags
+from specinfer.core.vllm_tables import CALLS, ENGINE, METHODS, SAMPLING, SPECULATIVE
 from specinfer.metrics import Counter, Gauge, Histogram, Vector
 from tiny import EOS, save_tokenizer
 
@@ -357,10 +358,80 @@ def test_completion_offers_what_is_meant_for_users(model: str) -> None:
     assert not {"engine", "reader", "jobs", "target"} & set(names)
 
 
-def test_the_page_has_a_row_for_each_name_of_vllm() -> None:
-    page = (Path(__file__).parent.parent / "docs/vllm.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| .+?: (.+) \|$", page, re.MULTILINE)
-    known = [(name, entry.about) for table in (ENGINE, SPECULATIVE, SAMPLING) for name, entry in sorted(table.items())]
-    assert [row for row in rows if row[0] != "speculative_config"] == known
+def test_names_that_work_are_not_in_the_tables() -> None:
     ours = {each.name for each in dataclasses.fields(EngineArgs)} | set(inspect.signature(SamplingParams).parameters)
-    assert not ours & {*ENGINE, *SAMPLING}, "a name that works is not in the tables"
+    assert not ours & {*ENGINE, *SAMPLING, *CALLS}
+
+
+def test_names_without_effect_are_logged_once(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            EngineArgs(model, mm_encoder_tp_mode="data", trust_remote_code=None)
+            SamplingParams(output_text_buffer_length=3)
+    (line,) = [line for line in caplog.messages if line.startswith("mm_encoder_tp_mode")]
+    assert line == "mm_encoder_tp_mode of vLLM has no effect: models read text only"
+    assert not [line for line in caplog.messages if "trust_remote_code" in line], "None is no choice"
+
+
+def test_every_argument_of_vllms_engine_is_known(model: str) -> None:
+    """As of version 0.33, with its defaults, and with values that change no output."""
+    defaults: dict[str, Any] = {
+        "enable_return_routed_experts": False, "runner": "auto", "convert": "auto", "skip_tokenizer_init": False,
+        "tokenizer_mode": "auto", "load_format": "auto", "config_format": "auto", "data_parallel_size": 1,
+        "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1, "cpu_offload_gb": 0,
+        "offload_group_size": 0, "logprobs_mode": "raw_logprobs", "hf_overrides": {}, "model_class_overrides": {},
+        "mm_encoder_only": False, "lora_dtype": "auto", "scheduling_policy": "fcfs", "worker_cls": "auto",
+        "worker_extension_cls": "", "generation_config": "auto", "override_generation_config": {},
+        "model_impl": "auto", "kv_cache_dtype_skip_layers": [], "logits_processors": [], "max_model_len": -1,
+        "quantization": "gguf",
+    }  # fmt: skip
+    harmless: dict[str, Any] = {
+        "enable_sleep_mode": True, "enable_expert_parallel": True, "enable_chunked_prefill": False, "swap_space": 8,
+        "served_model_name": ["a"], "distributed_executor_backend": "ray", "model_impl": "vllm", "stream_interval": 5,
+        "compilation_config": {"level": 3}, "kv_offloading_size": 4.0, "load_format": "runai_streamer",
+        "enable_dbo": True, "attention_backend": "FLASHINFER", "cudagraph_capture_sizes": [1, 2], "hf_token": True,
+        "profiler_config": {}, "fully_sharded_loras": True, "limit_mm_per_prompt": {"image": 0}, "numa_bind": True,
+    }  # fmt: skip
+    assert EngineArgs(model, **defaults) == EngineArgs(model, **harmless) == EngineArgs(model)
+    flat = EngineArgs(model, spec_method="ngram", spec_tokens=2)
+    assert flat == EngineArgs(model, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    with pytest.raises(ValueError, match="speculative_config: method is given twice"):
+        EngineArgs(model, spec_method="ngram", speculative_config={"method": "suffix"})
+
+
+def test_parameters_are_made_and_copied_as_in_vllm() -> None:
+    given = SamplingParams.from_optional(temperature=None, max_tokens=3, extra_args={"a": 1}, detokenize=False)
+    assert given == SamplingParams(max_tokens=3)
+    assert given.clone() == given
+
+
+def test_arguments_of_calls_have_no_effect_or_are_refused(model: str) -> None:
+    llm, params = LLM(model), SamplingParams(max_tokens=1)
+    options: dict[str, Any] = {"priority": [1], "tokenization_kwargs": {}, "mm_processor_kwargs": None}
+    assert len(llm.generate(["the"], params, use_tqdm=False, **options)) == 1
+    messages = [{"role": "user", "content": "the"}]
+    assert len(llm.chat(messages, params, use_tqdm=False, chat_template_content_format="auto", **options)) == 1
+    with pytest.raises(ValueError, match=r"^tokenization_kwargs: .* has no equivalent: cut the prompt before"):
+        llm.generate(["the"], params, tokenization_kwargs={"truncation": True})
+    with pytest.raises(TypeError, match=r"^chat\(\) got an unexpected keyword argument 'no_such'"):
+        llm.chat(messages, params, no_such=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ("serve M --trust-remote-code --port 1", "serve M --port 1"),
+        ("serve --swap-space 4 M --block-size=16", "serve M"),
+        ("serve M --no-enable-chunked-prefill --disable_log_requests", "serve M"),
+        ("serve M --compilation-config {} --compilation-config.mode 3", "serve M"),
+        ("serve M --load-format auto --task generate --cpu-offload-gb 0", "serve M"),
+        ("serve M --load-format dummy", "serve M --load-format dummy"),
+        ("serve M --disable-sliding-window", "serve M --disable-sliding-window"),
+        ("serve M --no-disable-sliding-window", "serve M"),
+        ("serve M --served-model-name a", "serve M --served-model-name a"),
+        ("serve M --hf-overrides", "serve M --hf-overrides"),
+        ("serve M -- prompt --else", "serve M -- prompt --else"),
+    ],
+)
+def test_flags_without_effect_are_left_out_of_a_command_line(words: str, left: str) -> None:
+    assert without_vllm_flags(words.split(), {"--served-model-name", "--port"}) == left.split()

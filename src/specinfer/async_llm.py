@@ -23,6 +23,7 @@ from specinfer.core.progress import ProgressCallback
 from specinfer.core.queue_limits import QueueLimits
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.vllm_names import check_call
 from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.generation import Generation
@@ -179,12 +180,14 @@ class AsyncLLM:
         *,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
+        **vllm: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt and yield the outputs of `SamplingParams.output_kind` as it grows.
 
         Leaving the loop early ends the request. The arguments and errors are those of `submit`. If the request fails
         while it runs, the last output has `error` set and no `outputs`, and a `RuntimeWarning` is emitted.
         """
+        check_call("generate", vllm)
         generation = await self.submit(
             prompt, sampling_params, request_id=request_id, priority=priority, lora_request=lora_request
         )

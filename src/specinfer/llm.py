@@ -16,6 +16,7 @@ from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.slo import SLO
 from specinfer.core.tree_shape import TreeShape
+from specinfer.core.vllm_names import check_call
 from specinfer.drafters import MergedDrafter
 from specinfer.engine_args import EngineArgs, LoadArgs, with_arguments_of
 from specinfer.inputs.arguments import Message, Prompt, as_list, lora_list, one_params, params_list
@@ -203,6 +204,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        **vllm: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt and return the outputs in the order of the prompts.
 
@@ -211,6 +213,7 @@ class LLM:
             sampling_params: One for all prompts, or one for each.
             use_tqdm: Show a progress bar on a terminal.
             lora_request: Adapter for all prompts, or one for each, of which some may be None.
+            vllm: Further arguments of vLLM, which have no effect.
 
         Raises:
             RequestError: A prompt, or its parameters, cannot be served; the message names its index in a list. Nothing
@@ -219,6 +222,7 @@ class LLM:
         A request that fails while it runs does not end the others: its output has `error` set and no `outputs`, and a
         `RuntimeWarning` is emitted.
         """
+        check_call("generate", vllm)
         prompts = as_list(prompts)
         all_params, adapters = params_list(sampling_params, len(prompts)), lora_list(lora_request, len(prompts))
         jobs = []
@@ -247,6 +251,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        **vllm: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the model's chat template.
 
@@ -260,11 +265,13 @@ class LLM:
             tools: Functions that the template presents to the model.
             chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
             lora_request: Adapter for all conversations, or one for each.
+            vllm: Further arguments of vLLM, which have no effect.
 
         Raises:
             RequestError: The model has no chat template, or a message does not fit it; the message names the index of
                 the conversation in a list. Nothing has run then. Failures while running are reported as by `generate`.
         """
+        check_call("chat", vllm)
         prompts = read_conversations(
             self.reader, messages, chat_template,
             tools=tools, continue_final_message=continue_final_message,

@@ -96,18 +96,19 @@ def test_a_command_that_takes_no_prompt_names_the_one_that_does(command: str, ot
 @pytest.mark.parametrize(
     ("flag", "about"),
     [
-        ("--trust-remote-code", "code of a checkpoint is never run"),
-        ("--no-enable-chunked-prefill", "always read in chunks"),
+        ("--disable-sliding-window", "the window of a model is always applied"),
+        ("--download-dir", "set HF_HOME"),
     ],
 )
 def test_a_flag_that_only_vllm_has_is_explained(flag: str, about: str) -> None:
-    said = refusal("serve", "demo", flag)
+    said = refusal("serve", "demo", flag, "somewhere")
     assert f"{flag} is a flag of vLLM; leave it out: " in said
     assert about in said
 
 
 def test_flags_of_vllm_that_turn_on_what_is_on_have_no_effect() -> None:
-    said = refusal("serve", "demo", "--enable-auto-tool-choice", "--enable-reasoning", "--port", "-1")
+    words = ("--enable-auto-tool-choice", "--enable-reasoning", "--trust-remote-code", "--swap-space", "4")
+    said = refusal("serve", "demo", *words, "--port", "-1")
     assert "port" in said
     assert "vLLM" not in said
 

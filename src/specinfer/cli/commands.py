@@ -23,12 +23,12 @@ from specinfer.cli.help_text import Command, Group
 from specinfer.cli.values import join_dotted, warn_renamed
 from specinfer.core.errors import ModelError, RequestError, file_error
 from specinfer.core.flags import settings_of
-from specinfer.core.vllm_names import ENGINE
+from specinfer.core.vllm_names import without_vllm_flags
+from specinfer.core.vllm_tables import ENGINE
 from specinfer.engine_args import EngineArgs
 
 # Flags by their names, with the names that they had.
 _OLD_NAMES = {about.name or each.name: about.old_name for each, about in settings_of(EngineArgs) if about.old_name}
-_SWITCHES = frozenset(f"--{name.replace('_', '-')}" for name, entry in ENGINE.items() if entry.is_switch)  # of vLLM
 
 
 class UsageError(Exception):
@@ -58,7 +58,7 @@ class Program(Group):
             sys.stdout.reconfigure(errors="replace")
         try:
             with checking():
-                words = join_dotted("--speculative-config", [word for word in words if word not in _SWITCHES])
+                words = join_dotted("--speculative-config", self._without_vllm_flags(words))
             code = super().main(words, *more, **(kwargs | {"standalone_mode": False, "obj": words})) or 0
             sys.stdout.flush()  # a closed pipe raises here, not at interpreter exit
         except BrokenPipeError:
@@ -82,6 +82,13 @@ class Program(Group):
             code = 1
         _drop_unwritten()
         sys.exit(code)
+
+    def _without_vllm_flags(self, words: list[str]) -> list[str]:
+        """Return the words without flags of vLLM that have no effect, for a command that has vLLM's other flags."""
+        command = self.commands.get(words[0]) if words else None
+        options = getattr(command, "params", ())
+        known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+        return without_vllm_flags(words, known) if "--max-model-len" in known else words
 
 
 def _print_error(message: str, *, debug: bool = False) -> None:

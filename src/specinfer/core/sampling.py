@@ -8,13 +8,14 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from specinfer.core.errors import as_python, as_tuple, check_float, check_int
 from specinfer.core.slo import SLO
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree_shape import parse_tree
-from specinfer.core.vllm_names import SAMPLING, check_arguments, without_vllm_names
+from specinfer.core.vllm_names import check_arguments, without_vllm_names
+from specinfer.core.vllm_tables import SAMPLING
 
 T = TypeVar("T")
 MAX_SEED = 2**63 - 1
@@ -209,6 +210,15 @@ class SamplingParams:
             object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**asked))
         elif asked is not None and not isinstance(asked, StructuredOutputsParams):
             raise ValueError(f"structured_outputs must be a StructuredOutputsParams or a dict, not {asked!r:.60}")
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """Return parameters of which those that are None have their defaults, as in vLLM."""
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def clone(self) -> Self:
+        """Return parameters that a change does not affect, as in vLLM: these, which never change."""
+        return self
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
