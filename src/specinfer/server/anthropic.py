@@ -24,7 +24,6 @@ from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.protocol import USE_CHAT, ChatFields, Objects, Text, as_fields, check_single
 from specinfer.server.responses_fields import Conversation
 from specinfer.server.state import state_of
-from specinfer.server.thinking import thinking_fields
 
 router = APIRouter(route_class=ParsedRoute)
 _REFUSED = {"logprobs": USE_CHAT, "top_logprobs": USE_CHAT}
@@ -80,16 +79,15 @@ class CountFields(BaseModel):
         config = self.output_config or {}
         if (wanted := config.get("format", self.output_format)) is not None:
             fields["response_format"] = _chat_format(wanted)
-        fields |= self._thinking(reader, config.get("effort"), extra.get("chat_template_kwargs"))
+        fields |= self._thinking(reader, config.get("effort"))
         if conversation.messages and conversation.messages[-1].get("role") == "assistant":  # the answer continues it
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         return as_fields(ChatFields, fields)
 
-    def _thinking(self, reader: PromptReader, effort: Any, kwargs: Any) -> dict[str, Any]:
+    def _thinking(self, reader: PromptReader, effort: Any) -> dict[str, Any]:
         asked = self.thinking or {}
         is_on = {"enabled": True, "adaptive": True, "disabled": False}.get(str(asked.get("type")))
-        effort = effort if isinstance(effort, str) else None
-        fields = thinking_fields(reader.chat_template or "", is_on, effort, kwargs)
+        fields = {"enable_thinking": is_on, "reasoning_effort": effort if isinstance(effort, str) else None}
         if reader.reasoning_format is None:
             return fields | ({} if is_on is False else {"thinking": self.thinking})  # named among the ignored fields
         if is_on and isinstance(asked.get("budget_tokens"), int):

@@ -22,6 +22,7 @@ from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ChoicesResponse, deltas_of, respond
 from specinfer.server.protocol import ChatFields
 from specinfer.server.response_format import structured_outputs_of
+from specinfer.server.thinking import template_kwargs, thinking_budget
 from specinfer.server.tools import ToolPlan, plan_tools, tools_of_functions
 
 router = APIRouter(route_class=ParsedRoute)
@@ -72,7 +73,10 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
     if read.params.logprobs is not None or fields.prompt_logprobs is not None or fields.trace:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
     generations = await call.submit([(read.ids, read.params)], read.plan.reasoning)
-    outputs = [_Output(i, fields, read.plan.parser(), read.plan.custom, texts) for i in range(read.params.n)]
+    outputs = [
+        _Output(i, fields, read.plan.parser(tells_thoughts=fields.tells_thoughts), read.plan.custom, texts)
+        for i in range(read.params.n)
+    ]
 
     def once() -> dict[str, Any]:
         """Return the fields about the prompt, which are sent once."""
@@ -132,6 +136,7 @@ def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
         reasoning_format=reader.reasoning_format,
         special_tokens=reader.special_tokens,
     )
+    kwargs = template_kwargs(fields, reader.chat_template or "")
     asked = structured_outputs_of(fields.response_format, fields.structured_outputs)
     params = sampling_params(
         fields,
@@ -140,12 +145,10 @@ def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
         structured_outputs=plan.combined(asked),
+        thinking_token_budget=thinking_budget(fields, kwargs),
         shows_special_tokens=plan.shows_special_tokens,
     )
     goes_on = bool(fields.continue_final_message)
-    kwargs = dict(fields.chat_template_kwargs or {})
-    if fields.reasoning_effort is not None and "reasoning_effort" in (reader.chat_template or ""):
-        kwargs.setdefault("reasoning_effort", fields.reasoning_effort)
     ids = reader.read_chat(
         fields.messages,
         tools=plan.tools_for_template,
@@ -197,7 +200,7 @@ class _Output:
                 calls[delta.index] = _call(delta.name in self.custom, text, delta)
         content = "".join(one.content for one in deltas)
         message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
-        message |= _reasoning("".join(one.reasoning for one in deltas))
+        message |= self._thought("".join(one.reasoning for one in deltas))
         if calls:
             message |= self._calls_as_requested(list(calls.values()))
         return {"index": self.index, "message": message, **self._rest(chunk)}
@@ -206,7 +209,7 @@ class _Output:
         """Return the deltas of events; the first one of a call has its name and id, and no arguments yet."""
         if delta.index is None:
             text = {"content": delta.content} if delta.content else {}
-            return [part for part in (_reasoning(delta.reasoning), text) if part]
+            return [part for part in (self._thought(delta.reasoning), text) if part]
         parts = []
         if delta.name is not None:
             self.is_custom = delta.name in self.custom
@@ -214,6 +217,10 @@ class _Output:
         if delta.arguments:
             parts.append(_call(self.is_custom, delta.arguments))
         return [self._calls_as_requested([{"index": delta.index, **part}]) for part in parts]
+
+    def _thought(self, text: str) -> dict[str, Any]:
+        """Return a thought under both names that clients read."""
+        return {"reasoning": text, "reasoning_content": text} if text and self.fields.shows_thoughts else {}
 
     def _calls_as_requested(self, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the calls in the format of the request: "functions" is the older one and takes a single call."""
@@ -237,8 +244,3 @@ def _call(is_custom: bool, text: str, first: OutputDelta | None = None) -> dict[
     if first is None:
         return {kind: {key: text}}
     return {"id": first.id, "type": kind, kind: {"name": first.name, key: text}}
-
-
-def _reasoning(text: str) -> dict[str, Any]:
-    """Return a thought under both names that clients read."""
-    return {"reasoning": text, "reasoning_content": text} if text else {}

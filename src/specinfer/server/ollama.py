@@ -26,7 +26,6 @@ from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.protocol import ChatFields, CompletionFields, Count, Objects, Text, as_fields, check_single
 from specinfer.server.state import state_of
-from specinfer.server.thinking import thinking_fields
 from specinfer.server.tools import ToolPlan
 
 router = APIRouter(route_class=ParsedRoute)
@@ -124,7 +123,7 @@ class OllamaFields(BaseModel):
         reader, effort = state_of(request).engine.llm.reader, self.think if isinstance(self.think, str) else None
         is_on = None if self.think is None else bool(self.think)
         fields = self.shared(request) | {"messages": messages, "tools": tools}
-        fields |= thinking_fields(reader.chat_template or "", is_on, effort, fields.get("chat_template_kwargs"))
+        fields |= {"enable_thinking": is_on, "reasoning_effort": effort}
         if is_on and reader.reasoning_format is None:
             fields["think"] = self.think  # named among the ignored fields
         return as_fields(ChatFields, fields | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs})

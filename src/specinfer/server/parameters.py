@@ -26,6 +26,7 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     structured_outputs: StructuredOutputsParams | None = None,
+    thinking_token_budget: int | None = None,
     shows_special_tokens: bool = False,
 ) -> SamplingParams:
     """Return the sampling parameters of a request.
@@ -49,6 +50,7 @@ def sampling_params(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             structured_outputs=structured_outputs,
+            thinking_token_budget=thinking_token_budget,
             tree=None if fields.speculative is None else fields.speculative.tree,
             slo=None if fields.slo is None else fields.slo.model_dump(),
             prediction=None if fields.prediction is None else prediction_text(fields.prediction),

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from specinfer.core.sampling import MAX_LOGPROBS
 from specinfer.server.errors import ApiError
@@ -29,6 +29,16 @@ FewTokenIds = Annotated[list[int], Field(max_length=1024, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=10_000, fail_fast=True)]
 Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Label = Annotated[str, Field(max_length=256)]
+# The names of the budget of a thought: vLLM's, llama.cpp's, and those of services.
+ThinkingBudget = Annotated[
+    Annotated[int, Field(ge=-1)] | None,
+    Field(
+        validation_alias=AliasChoices(
+            "thinking_token_budget", "thinking_budget_tokens", "thinking_budget", "max_thinking_tokens",
+            "reasoning_budget", "reasoning_budget_tokens",
+        )
+    ),
+]  # fmt: skip
 _STRINGS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
 _IDS = {"type": "array", "items": {"type": "integer"}}
 USE_CHAT = "use /v1/chat/completions"
@@ -206,12 +216,28 @@ class ChatFields(SharedFields):
     function_call: str | dict[str, Any] | None = None
     modalities: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     reasoning_effort: Label | None = None
+    reasoning: dict[str, Any] | None = None
+    thinking_token_budget: ThinkingBudget = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    reasoning_format: Label | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self, left_out: Sequence[str] = ()) -> dict[str, str]:
         return super().check([*left_out, *left_out_tools(self.tools, self.tool_choice)])
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """True if thoughts are a part of the response."""
+        return self.include_reasoning is not False and (self.reasoning or {}).get("exclude") is not True
+
+    @property
+    def tells_thoughts(self) -> bool:
+        """True if thoughts are told from the content. The fields are SGLang's and llama.cpp's."""
+        return self.separate_reasoning is not False and self.reasoning_format != "none"
 
 
 def check_single(fields: SharedFields, refused: Mapping[str, str]) -> None:

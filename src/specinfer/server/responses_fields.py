@@ -15,7 +15,7 @@ from pydantic import Field, WithJsonSchema
 from specinfer.core.errors import ContextLengthError, RequestError, reworded, too_long
 from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import few
-from specinfer.server.protocol import USE_CHAT, ChatFields, Label, Objects, SharedFields, check_single
+from specinfer.server.protocol import USE_CHAT, ChatFields, Label, Objects, SharedFields, ThinkingBudget, check_single
 from specinfer.server.responses_items import unsealed
 from specinfer.server.responses_tools import added_tools, flat_choice, flat_name, flat_tools
 from specinfer.server.tools import left_out_tools
@@ -58,6 +58,7 @@ class ResponsesFields(SharedFields):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
+    thinking_token_budget: ThinkingBudget = None
     include: Annotated[list[Label], Field(max_length=64, fail_fast=True)] | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], few(16)] | None = None
     truncation: Label | None = None
@@ -105,20 +106,18 @@ class ResponsesFields(SharedFields):
 
     def as_chat(self, messages: list[dict[str, Any]]) -> ChatFields:
         """Return the request as one for a chat completion. Its values were checked as the fields of this one."""
-        wanted, reasoning = self.format, self.reasoning or {}
+        wanted = self.format
         if wanted.get("type") == "json_schema":
             wanted = {"type": "json_schema", "json_schema": wanted}
-        return ChatFields.model_construct(
-            **{name: getattr(self, name) for name in SharedFields.model_fields}
-            | {"max_tokens": self.max_output_tokens, "response_format": wanted}
-            | {"truncate_prompt_tokens": self.prompt_limit},
-            messages=messages,
-            tools=self.flat_tools()[0] or None,
-            tool_choice=flat_choice(self.tool_choice),
-            parallel_tool_calls=self.parallel_tool_calls,
-            reasoning_effort=reasoning.get("effort"),
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
+        changed = {
+            "messages": messages,
+            "max_tokens": self.max_output_tokens,
+            "response_format": wanted,
+            "tools": self.flat_tools()[0] or None,
+            "tool_choice": flat_choice(self.tool_choice),
+            "truncate_prompt_tokens": self.prompt_limit,
+        }
+        return ChatFields.model_construct(**dict(self) | changed)
 
 
 # ---------------------------------------------------------------------------------------- input

@@ -1,7 +1,6 @@
 """A response that is being generated: its items, and the events that report them."""
 
 import base64
-import binascii
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -62,7 +61,7 @@ def unsealed(given: Any) -> str:
     """Return the thought in an encoding; none if it was not made here."""
     try:
         return base64.b64decode(given.removeprefix(_SEALED)).decode() if given.startswith(_SEALED) else ""
-    except (AttributeError, binascii.Error, UnicodeDecodeError):
+    except (AttributeError, ValueError):
         return ""
 
 
