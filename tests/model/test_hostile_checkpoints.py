@@ -159,7 +159,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "words of GPTQ": ("GPTQ", {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
     "bits of GPTQ": ("GPTQ", {"bits": 3}, "bits 3"),
     "format": ("pack-quantized", {"format": "marlin-24"}, "format 'marlin-24'"),
-    "FP8 without blocks": ("FP8", {"weight_block_size": None}, "weight_block_size"),
+    "FP8 with a size of blocks": ("FP8", {"weight_block_size": 128}, "weight_block_size"),
     "blocks of FP8": ("FP8", {"weight_block_size": [0, 128]}, "weight_block_size"),
     "no groups": ("pack-quantized", {"config_groups": {}}, "config_groups"),
     "groups that are no groups": ("pack-quantized", {"config_groups": [1]}, "config_groups"),

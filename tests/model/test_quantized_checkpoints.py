@@ -77,7 +77,7 @@ def test_what_is_decoded_is_not_rounded_again_and_layers_left_whole_stay_whole(
 KEPT = {"pack-quantized": 4, "pack-quantized of 8 bits": 8, "pack-quantized, asymmetric": 4, "int-quantized": 8,
         "pack-quantized of 2 bits": 4, "GPTQ of 2 bits": 4, "GPTQ": 4, "GPTQ v2 of 8 bits": 8, "AWQ": 4,
         "auto-round": 4, "auto-round, asymmetric": 4, "MXFP4": 4, "NVFP4": 4, "float-quantized": 8,
-        "FP8 of 128": 8}  # fmt: skip
+        "FP8 of 128": 8, "FP8 of tensors": 8, "FP8 of rows": 8}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMATS)

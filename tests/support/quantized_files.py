@@ -116,6 +116,12 @@ def fp8(weight: Tensor, block: int = 24, name: str = "weight_scale_inv") -> Enco
     return {"weight": codes, name: scales}, codes.float() * spread
 
 
+def fp8_without_blocks(weight: Tensor, name: str = "weight_scale", *, by_row: bool = False) -> Encoded:
+    scales = (weight.abs().amax(1, keepdim=True) if by_row else weight.abs().amax()) / 448
+    codes = (weight / scales).to(torch.float8_e4m3fn)
+    return {"weight": codes, name: scales, "input_scale": torch.tensor(0.5)}, codes.float() * scales
+
+
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 _NF4 = torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379,
                      0.4407, 0.5626, 0.7230, 1.0])  # fmt: skip
@@ -221,6 +227,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Encoder]] = {
     "FP8 of 128": (
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
         lambda w: fp8(w, 128),
+    ),
+    "FP8 of tensors": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_without_blocks),
+    "FP8 of rows": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None},
+        lambda w: fp8_without_blocks(w, "weight_scale_inv", by_row=True),
     ),
     "FP8": ({"quant_method": "fp8", "weight_block_size": [24, 24], "activation_scheme": "dynamic"}, fp8),
 }  # fmt: skip

@@ -8,18 +8,35 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.float8 import LEVELS
-from specinfer.model.quantized.format import FLOATS, Fields, Format, Scaling, Sizes, Sources, Tensors, matrix_shape
+from specinfer.model.quantized.format import (
+    FLOATS,
+    Block,
+    Fields,
+    Format,
+    Scaling,
+    Sizes,
+    Sources,
+    Tensors,
+    matrix_shape,
+)
 
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # E2M1
 
 
-def find_fp8(settings: Fields) -> Format | None:
-    """Return the format of FP8 in blocks, as DeepSeek has it."""
-    rows, columns = map(int, settings["weight_block_size"])
+def find_fp8(settings: Fields) -> tuple[Format, ...]:
+    """Return the formats of FP8: in blocks, as DeepSeek has it, or without, by the names that scales may have then."""
+    if (block := settings.get("weight_block_size")) is not None:
+        rows, columns = map(int, block)
+        return (_fp8("weight_scale_inv", (rows, columns)),)
+    return tuple(_fp8(name, (1, 1)) for name in ("weight_scale", "weight_scale_inv"))
+
+
+def _fp8(name: str, block: Block) -> Format:
     return Format(
-        ("weight", "weight_scale_inv"), (), lambda sources: matrix_shape(sources["weight"]), 8,
-        lambda tensors: tensors["weight"], lambda tensors: Scaling(tensors["weight_scale_inv"], (rows, columns)),
-        levels=LEVELS, types={"weight": (torch.float8_e4m3fn,), "weight_scale_inv": (*FLOATS, torch.float8_e8m0fnu)},
+        ("weight", name), ("input_scale", "activation_scale"), lambda sources: matrix_shape(sources["weight"]), 8,
+        lambda tensors: tensors["weight"], lambda tensors: Scaling(tensors[name], block),
+        levels=LEVELS, types={"weight": (torch.float8_e4m3fn,), name: (*FLOATS, torch.float8_e8m0fnu)},
+        sizes=lambda sources: Sizes(sources[name].shape or (1,), block, True),
     )  # fmt: skip
 
 

@@ -216,5 +216,5 @@ def _only(find: Callable[[Fields], Format | None], settings: Fields) -> tuple[Fo
 
 _METHODS: dict[str, Callable[[Fields], tuple[Format | None, ...]]] = {
     "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "auto-round": _auto_round,
-    "fp8": partial(_only, find_fp8), "bitsandbytes": partial(_only, find_bitsandbytes),
+    "fp8": find_fp8, "bitsandbytes": partial(_only, find_bitsandbytes),
 }  # fmt: skip

@@ -107,7 +107,7 @@ def _awq(settings: Fields) -> str | None:
 def _fp8(settings: Fields) -> str | None:
     block = settings.get("weight_block_size")
     is_block = isinstance(block, list) and len(block) == 2 and all(type(one) is int and one > 0 for one in block)
-    return None if is_block else _shown(settings, "weight_block_size")
+    return None if block is None or is_block else _shown(settings, "weight_block_size")
 
 
 def _compressed(settings: Fields) -> str | None:
