@@ -109,12 +109,12 @@ def test_models_compute_with_the_codes_of_the_format(name: str, source: Path, tm
     exact = load_plain(plain, torch.float32).eval()(torch.tensor([PROMPTS[1]])).logits[0].detach()
     loaded = load_model(folder, torch.bfloat16, CPU)
     assert loaded.compute_path == "native fused layers"
-    kinds = {"MXFP4": "MXFP4", "NVFP4": "NVFP4", "float-quantized": "FP8", "FP8 of 128": "FP8"}
-    kind = kinds.get(name, f"int{2 if '2 bits' in name else KEPT[name]}")
+    kinds = {"MXFP4": "MXFP4", "NVFP4": "NVFP4", "float-quantized": "FP8"}
+    kind = "FP8" if name.startswith("FP8") else kinds.get(name, f"int{2 if '2 bits' in name else KEPT[name]}")
     assert (loaded.quantization, loaded.weights_type) == (None, kind)
     found = logits(ModelRunner(loaded, 64), PROMPTS[1]).float()
     assert (found - exact).std(dim=1).median() < 0.05 * exact.std()
-    if name in ("pack-quantized", "AWQ", "NVFP4", "FP8 of 128"):
+    if name in ("pack-quantized", "AWQ", "NVFP4", "FP8 of 128", "FP8 of tensors"):
         texts = [_texts(folder, dtype="bfloat16", drafters=["suffix"], tree=tree) for tree in ("off", "2,2,1")]
         assert texts[0] == texts[1]
 
