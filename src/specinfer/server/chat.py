@@ -179,7 +179,7 @@ class _Output:
     is_custom: bool = False
 
     def pieces(self, chunk: TextChunk) -> list[dict[str, Any]]:
-        deltas = [part for one in deltas_of(self.parser, chunk) for part in self._parts(one)] or [{}]
+        deltas = [part for one in deltas_of(self.parser, chunk) if (part := self._part(one))] or [{}]
         if not self.is_begun:
             deltas[0] = {"role": "assistant", "content": ""} | deltas[0]
             self.is_begun = True
@@ -197,7 +197,7 @@ class _Output:
         for delta in deltas:
             if delta.name is not None and delta.index is not None:
                 text = "".join(one.arguments for one in deltas if one.index == delta.index)
-                calls[delta.index] = _call(delta.name in self.custom, text, delta)
+                calls[delta.index] = _call(delta, text, delta.name in self.custom)
         content = "".join(one.content for one in deltas)
         message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
         message |= self._thought("".join(one.reasoning for one in deltas))
@@ -205,18 +205,13 @@ class _Output:
             message |= self._calls_as_requested(list(calls.values()))
         return {"index": self.index, "message": message, **self._rest(chunk)}
 
-    def _parts(self, delta: OutputDelta) -> list[dict[str, Any]]:
-        """Return the deltas of events; the first one of a call has its name and id, and no arguments yet."""
+    def _part(self, delta: OutputDelta) -> dict[str, Any]:
+        """Return the delta of an event."""
         if delta.index is None:
-            text = {"content": delta.content} if delta.content else {}
-            return [part for part in (self._thought(delta.reasoning), text) if part]
-        parts = []
+            return self._thought(delta.reasoning) | ({"content": delta.content} if delta.content else {})
         if delta.name is not None:
             self.is_custom = delta.name in self.custom
-            parts.append(_call(self.is_custom, "", delta))
-        if delta.arguments:
-            parts.append(_call(self.is_custom, delta.arguments))
-        return [self._calls_as_requested([{"index": delta.index, **part}]) for part in parts]
+        return self._calls_as_requested([{"index": delta.index, **_call(delta, delta.arguments, self.is_custom)}])
 
     def _thought(self, text: str) -> dict[str, Any]:
         """Return a thought under both names that clients read."""
@@ -238,9 +233,9 @@ class _Output:
         return rest | {"token_ids": chunk.token_ids} if fields.return_token_ids else rest
 
 
-def _call(is_custom: bool, text: str, first: OutputDelta | None = None) -> dict[str, Any]:
-    """Return a part of a call; the first part of each call has its name and id."""
+def _call(delta: OutputDelta, text: str, is_custom: bool) -> dict[str, Any]:
+    """Return a call, or a part of one; only the first part of each has its name and id."""
     kind, key = ("custom", "input") if is_custom else ("function", "arguments")
-    if first is None:
+    if delta.name is None:
         return {kind: {key: text}}
-    return {"id": first.id, "type": kind, kind: {"name": first.name, key: text}}
+    return {"id": delta.id, "type": kind, kind: {"name": delta.name, key: text}}

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from specinfer.inputs.formats.parser import OutputDelta, OutputParser
 
@@ -26,17 +26,6 @@ def function_of_custom(tool: dict[str, Any]) -> dict[str, Any]:
             text["pattern"] = f"^(?:{definition})$"
     parameters = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
     return {"name": tool.get("name"), "description": tool.get("description"), "parameters": parameters}
-
-
-class Parser(Protocol):
-    """A parser of one response."""
-
-    @property
-    def has_whole_calls(self) -> bool: ...
-
-    def push(self, text: str) -> list[OutputDelta]: ...
-
-    def finish(self) -> list[OutputDelta]: ...
 
 
 class CustomInputs:
@@ -83,3 +72,6 @@ class CustomInputs:
         self._pending = self._pending[found.end() :]
         value: str = json.loads(f'"{found[0]}"', strict=False)
         return value
+
+
+Parser: TypeAlias = OutputParser | CustomInputs
