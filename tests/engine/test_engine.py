@@ -132,8 +132,8 @@ def test_a_step_returns_the_requests_that_got_tokens(runner_of: Runners) -> None
     engine = _engine(runner_of, max_num_batched_tokens=20)
     short, long = make_request("s", PROMPTS[0], GREEDY), make_request("l", PROMPTS[3], GREEDY)
     engine.add(long)
-    engine.add(short)
     assert engine.step() == [], "20 of the long prompt's 40 tokens"
+    engine.add(short)
     said = []
     while engine.has_work:
         before = {r: r.num_output for r in (short, long)}

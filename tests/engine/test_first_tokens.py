@@ -34,7 +34,7 @@ BUSY = [_request(name) for name in "abc"]
 
 
 def _chosen(first_tokens: FirstTokens, group: Sequence[Request], costs: Any = COMPUTING) -> list[Request]:
-    return first_tokens.choose(list(group), costs)
+    return first_tokens.choose(list(group), sum(request.num_unread for request in group), costs)
 
 
 def test_a_first_token_is_computed_alone_where_that_is_much_shorter() -> None:
@@ -56,6 +56,14 @@ def test_a_long_prompt_has_no_priority_and_short_ones_do_not_wait_for_it() -> No
     long, short = _request("long", 400, num_output=0), _request("short", 3, num_output=0)
     assert _chosen(FirstTokens(), [*BUSY, long]) == [*BUSY, long]
     assert _chosen(FirstTokens(), [*BUSY, long, short]) == [short]
+
+
+def test_a_first_token_is_not_computed_alone_if_the_pass_of_all_is_as_short() -> None:
+    """A step reads a small part of a long prompt beside decoding requests."""
+    long, short = _request("long", 400, num_output=0), _request("short", 30, num_output=0)
+    group = [*BUSY, long, short]
+    assert FirstTokens().choose(group, 35, COMPUTING) == group  # type: ignore[arg-type]
+    assert FirstTokens().choose(group, 350, COMPUTING) == [short]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("others", [[], [_request("new")]], ids=["alone", "own"])

@@ -205,7 +205,7 @@ def test_tenants_that_always_begin_interrupt_others_in_their_turns_only() -> Non
         request.token_ids.append(1)
     chosen = 0
     for _ in range(100):
-        first_tokens.choose(list(busy), costs)  # type: ignore[arg-type]
+        first_tokens.choose(list(busy), 6, costs)  # type: ignore[arg-type]
         greedy = make_request("greedy", [1], tenant="greedy")
         chosen += len(first_tokens.choose_amid([greedy], [*busy, greedy], 12, costs))  # type: ignore[arg-type]
     assert chosen == 100 // (PASSES_PER_TURN * 4) + 1
@@ -217,7 +217,7 @@ def test_tenants_that_do_not_run_in_the_pass_under_way_have_their_turns_too() ->
     busy.token_ids.append(1)
     for i in range(140):
         beginning = [make_request(name, [1], tenant=name) for name in tenants]
-        first_tokens.choose([busy], costs)  # type: ignore[arg-type]
+        first_tokens.choose([busy], 1, costs)  # type: ignore[arg-type]
         arrived = [beginning[i % len(tenants)]]
         chosen += len(first_tokens.choose_amid(arrived, [busy, *beginning], 12, costs))  # type: ignore[arg-type]
     assert chosen <= 140 // PASSES_PER_TURN + len(tenants)

@@ -44,10 +44,10 @@ def test_a_long_prompt_is_read_in_chunks_together_with_others() -> None:
         seen.append(_ranges(schedule.spans))
         _compute(cache, schedule.spans)
     assert seen == [
-        {"a": (0, 4), "b": (0, 6)},
-        {"a": (4, 5), "b": (6, 12), "c": (0, 3)},
-        {"a": (5, 6), "b": (12, 20), "c": (3, 4)},
-        {"a": (6, 7), "b": (20, 23), "c": (4, 5)},
+        {"a": (0, 4), "b": (0, 3), "c": (0, 3)},
+        {"a": (4, 5), "b": (3, 11), "c": (3, 4)},
+        {"a": (5, 6), "b": (11, 19), "c": (4, 5)},
+        {"a": (6, 7), "b": (19, 23), "c": (5, 6)},
     ]
 
 

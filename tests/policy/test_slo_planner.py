@@ -80,7 +80,6 @@ def test_a_step_reads_as_much_of_prompts_as_no_decoding_request_is_late_for() ->
     planner = _policy().planner
     decoding, reader = [_span(4.2, max_tokens=6).request], make_request("b", range(500), arrival_time=NOW)
     assert planner.max_tokens(decoding, {reader: 500}, 512) == 32  # 33 rows take 4.1 s
-    assert planner.max_tokens([make_span().request], {reader: 500}, 512) == 512
     assert planner.max_tokens([_span(0.9, max_tokens=6).request], {reader: 500}, 512) == 8
 
 
@@ -99,7 +98,7 @@ def test_no_trees_are_counted_on_of_requests_without_them() -> None:
     plain = [_span(0.9, tree="off").request for _ in range(9)]
     assert planner.may_admit(plain), "their targets cannot be met, so they keep none out"
     reader = make_request("b", range(500), arrival_time=NOW)
-    assert planner.max_tokens(plain, {reader: 500}, 512) == 512
+    assert planner.max_tokens(plain, {reader: 500}, 512) == 64, "as of requests without targets"
 
 
 def test_first_tokens_that_are_due_are_read_for_faster() -> None:

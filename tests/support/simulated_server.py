@@ -27,7 +27,7 @@ class RequestClass:
     slo: SLO | None = None
 
 
-class _Costs:
+class MachineCosts:
     """Measured costs as those of a machine, whose host takes no time."""
 
     def __init__(self, costs: CostModel) -> None:
@@ -66,7 +66,7 @@ class ArrivingRequests:
             auto = AutoPolicy(CostModel.from_dict(costs.as_dict()))
             policy = auto, auto.planner
         drafting = SimulatedDrafting(costs, 0.6, seed=seed)
-        self._server = SimulatedServer(_Costs(costs), drafting, *policy, max_num_seqs=32)
+        self._server = SimulatedServer(MachineCosts(costs), drafting, *policy, max_num_seqs=32)
         self._rate, self._random = rate, np.random.default_rng(seed)
         self._is_aware, self._classes = is_aware, classes
 

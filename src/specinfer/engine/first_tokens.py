@@ -26,11 +26,12 @@ class FirstTokens:
         self._num_passes = 0
         self._turns: dict[str, int] = {}  # for tenants, the number of the last pass that gave them priority
 
-    def choose(self, group: list[Request], planner: SLOPlanner | None) -> list[Request]:
+    def choose(self, group: list[Request], num_tokens: int, planner: SLOPlanner | None) -> list[Request]:
         """Return the requests of the next pass: those of a group that wait for their first token, or all.
 
         Args:
             group: Running requests.
+            num_tokens: Tokens of a pass of the whole group.
             planner: Knows what passes cost, or None if nothing does; then no request waits for another.
         """
         self._num_passes += 1
@@ -39,7 +40,6 @@ class FirstTokens:
         if not self.is_prioritized:
             return group
         self._note_turns(firsts)
-        num_tokens = sum(request.num_unread for request in group)
         return group if planner is None else _alone(firsts, num_tokens, planner) or group
 
     def choose_amid(

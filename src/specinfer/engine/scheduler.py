@@ -1,9 +1,10 @@
 """Continuous batching: which requests run in this step, and which of their known tokens.
 
 There are no separate prefill and decode phases, only tokens that are not computed yet. A long prompt is computed in
-chunks within the step's token budget, together with decoding requests. If slots run out, the newest running request
-of the tenant that runs most is preempted and recomputed later; also if a tenant with no running request waits. A
-request that begins like an earlier one starts with that one's keys and values.
+chunks within the step's token budget, together with decoding requests, and short prompts need not wait for long ones
+(`prompt_room`). If slots run out, the newest running request of the tenant that runs most is preempted and recomputed
+later; also if a tenant with no running request waits. A request that begins like an earlier one starts with that one's
+keys and values.
 
 If several passes are in flight at once, each has a group of the running requests. A request in a pass in flight is
 not scheduled or preempted until the pass has ended, and its slots are not freed even if it ends.
@@ -19,6 +20,7 @@ from specinfer.core.request import FinishReason, Request, Span
 from specinfer.engine.first_tokens import FirstTokens
 from specinfer.engine.grammar_turns import GrammarTurns
 from specinfer.engine.pass_turns import PassTurns
+from specinfer.engine.prompt_room import PromptRoom
 from specinfer.engine.shared_prefixes import is_being_computed
 from specinfer.engine.token_shares import token_shares
 from specinfer.engine.waiting import WaitingQueue
@@ -91,9 +93,11 @@ class Scheduler:
         preempted = self._preempt(num_groups)
         if not preempted:
             preempted = self._admit()
-        group = self.grammar_turns.choose(self.turns.group(self.running, num_groups))
-        group = self.first_tokens.choose(group, self.planner)
-        shares = self._shares(group)
+        whole = self.grammar_turns.choose(self.turns.group(self.running, num_groups))
+        shares = self._shares(whole)
+        group = self.first_tokens.choose(whole, sum(shares), self.planner)
+        if group is not whole:
+            shares = self._shares(group)
         self.is_starved = self.is_starved or sum(shares) > self._cache.num_available
         if self.is_starved:  # passes in flight have slots for draft tokens too, and free them soon
             return Schedule([], preempted)
@@ -219,16 +223,15 @@ class Scheduler:
             if not (self.waiting.is_full(head.tenant) or self._is_leaving(head.request_id)):
                 preempted = self._make_way(head)
         idle = self.turns.idle(self.running)
-        slots_left = self._cache.num_available - sum(self._shares(idle)) - len(self.turns.in_flight) - num_guessed
-        unread = [request.num_unread for request in idle if request.num_unread > 1]
-        tokens_left = self._max_num_batched_tokens - len(idle) + len(unread) - sum(unread[1:])
-        tokens_left -= min(unread[0], tokens_left // 2) if unread else 0  # half is for the oldest prefill
+        slots_left = self._cache.num_available - sum(request.num_unread for request in idle)
+        slots_left -= len(self.turns.in_flight) + num_guessed
+        room = PromptRoom(idle, self._max_num_batched_tokens)
         for request in list(islice(self.waiting, MAX_LOOKED_AT)):
-            if tokens_left <= 0 or len(self.running) >= self._max_num_seqs:
+            if room.is_empty or len(self.running) >= self._max_num_seqs:
                 break
             if self.waiting.is_full(request.tenant) or request in preempted or self._lacks_adapter(request):
                 continue
-            if self._is_leaving(request.request_id):
+            if self._is_leaving(request.request_id) or not room.may_look_up(request):
                 continue
             if is_being_computed(request, self.running, keeps_prefixes=self._cache.keeps_prefixes):
                 continue
@@ -236,15 +239,18 @@ class Scheduler:
                 break
             available = self._cache.num_available
             self._attach(request)
-            slots_left -= available - self._cache.num_available  # cached slots that it shares can no longer be evicted
-            count = request.num_unread
-            if count > slots_left:  # a prompt that does not fit would be preempted halfway
+            # Cached slots that it shares can no longer be evicted.
+            count = request.num_unread + available - self._cache.num_available
+            has_room = room.offer(request)
+            if not has_room or count > slots_left:  # a prompt that does not fit would be preempted halfway
                 self._cache.free(request.request_id)
                 request.num_computed = 0
-                return preempted or (self._make_way(request) if may_preempt else [])
+                if has_room:
+                    return preempted or (self._make_way(request) if may_preempt else [])
+                continue
             self.waiting.take(request)
             self.running.append(request)
-            tokens_left -= count
+            room.take(request)
             slots_left -= count
         return preempted
 

@@ -28,6 +28,7 @@ _MOST_MOVED = 0.1  # share of the time of levels that one draft can show to be t
 # Passes without draft tokens: the largest factor of their difference, and the steps after a tree that show it. Later
 # ones follow other load as well.
 _MOST_PLAIN, _NEAR = 1.3, 2
+_PROMPT_RATE = 0.3  # weight of the last pass that read prompts: each takes long, and contexts grow
 
 
 class CostModel:
@@ -58,6 +59,7 @@ class CostModel:
         self.rest = 0.0
         self.max_rows: int | None = None
         self._plain = 1.0  # seconds of passes without draft tokens over those of the curve
+        self._reading = 1.0  # seconds of passes that read prompts over those of the curve
         self._since_tree = _NEAR  # steps since the last draft tokens
         self._usual_levels = 0.0  # mean of drafts so far, of which the last ones count most
         self._measured = target.seconds.copy() if isinstance(target, Curve) else None
@@ -87,6 +89,10 @@ class CostModel:
         drafting = self.draft(num_requests * nodes, num_levels)
         passes = self.target(num_requests * (1 + nodes)) * np.where(nodes > 0, 1.0, self._plain)
         return np.asarray(drafting + passes + self.rest)
+
+    def reading(self, num_tokens: npt.ArrayLike) -> Floats:
+        """Return the seconds of target passes that read prompts, by their number of tokens."""
+        return np.asarray(self.target(num_tokens) * self._reading)
 
     def draft(self, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
         """Return the seconds of drafting this many nodes in all, in this many levels."""
@@ -156,10 +162,18 @@ class CostModel:
         self.draft_level = Curve(self.draft_level.sizes, self.draft_level.seconds * (1.0 - moved / all_levels))
 
     def observe_prompts(self, step: StepRecord) -> None:
-        """Learn from a step in which prompts were read: such passes show where computing takes longer than reading."""
+        """Learn from a step in which prompts were read.
+
+        Passes of streamed weights show where computing takes longer than reading. Other curves stay as they are: the
+        largest measured size may be far below that of the pass, and its tokens have contexts of different lengths.
+        """
         self.follow(step.num_context, step.num_requests)
-        if isinstance(self.target, StreamedCurve) and step.num_rows <= streamed_costs.MOST_ROWS:
-            self.target.observe(step.num_rows, step.target_time, step.waiting_time)
+        if isinstance(self.target, StreamedCurve):
+            if step.num_rows <= streamed_costs.MOST_ROWS:
+                self.target.observe(step.num_rows, step.target_time, step.waiting_time)
+            return
+        ratio = step.target_time / float(self.target(step.num_rows))
+        self._reading += _PROMPT_RATE * (min(ratio, MAX_RATIO * self._reading) - self._reading)
 
     def as_dict(self) -> dict[str, object]:
         """Return plain numbers, to be stored in a file."""

@@ -1,11 +1,12 @@
-"""Latency targets and the cost model: who needs larger trees, how many requests may run, how much of prompts is read.
+"""Latency and the cost model: who needs larger trees, how many requests may run, how much of prompts a step reads.
 
 Trees are grown first for requests that would miss their time per output token, then for throughput (AdaServe, arXiv
 2501.12162). Example: a step takes 50 ms and emits 1.5 tokens of each request. A request that may take 25 ms for each
 token needs 2 tokens a step. So it gets the smallest tree that yields them, and if the step then lasts too long, the
 others decode plainly.
 
-A request without a target, or one that cannot meet it any more, is served for throughput.
+A request without a target, or one that cannot meet it any more, is served for throughput. It keeps a tenth of its speed
+while the prompts of others are read.
 """
 
 import time
@@ -25,7 +26,9 @@ from specinfer.policy.optimizer import TreeOptimizer, num_to_read
 _HORIZON = 8  # steps in which a request that is late, or early, returns to its target
 _MEMORY = 0.95  # weight of the steps before in the pace of tokens, for each further step
 _MARGIN = 0.9  # share of a target that a larger batch may take, because prompts are read between
-_NUM_CHUNKS = 7  # sizes of chunks to choose from, each half of the one before
+_CHUNKS = 8 << np.arange(24)  # tokens of prompts that a step may read: at least 8, for whatever target
+_SLOWEST = 10.0  # steps of plain decoding that a step may take which reads prompts beside requests without targets
+_USEFUL_CHUNK = 32  # tokens that it may read in any case: smaller chunks mostly read weights
 
 
 class SLOPlanner:
@@ -138,37 +141,52 @@ class SLOPlanner:
         """Return how many tokens of prompts a step may read, at most `most`.
 
         They are as many as no decoding request is late for, or more if first tokens would otherwise be late. A request
-        is late if the tokens that follow, at their usual pace, do not bring it back to its target.
+        is late if the tokens that follow, at their usual pace, do not bring it back to its target. One without a target
+        is late if the step takes ten times as long as one that only decodes. So is the first token of a short prompt
+        beside others. While a single prompt is read, or only long ones, nothing is late.
 
         Args:
             decoding: Requests that emit tokens in the step.
             reading: Number of tokens that each of the others has still to read.
             most: Largest number.
         """
-        if not any(_has_target(request) for request in decoding):
+        if not decoding and (len(reading) == 1 or min(reading.values()) > most // 2):
             return most
         now, num_requests = self.clock(), len(decoding)
-        tpots = self._tpots(decoding, now, num_requests)
+        self._costs.follow(sum(request.num_computed for request in decoding), max(num_requests, 1))
+        dues, slowest = self._dues(decoding, now), _SLOWEST * float(self._seconds(max(num_requests, 1), 0, 0))
+        nodes, levels, _ = self._optimizer.usual()
+        num_nodes = nodes * sum(map(_has_trees, decoding))
+        self._costs.follow(sum(request.num_computed for request in (*decoding, *reading)), num_requests + len(reading))
+        chunks = np.unique(np.minimum(_CHUNKS, most))
+        # A step that ends in a first token mostly has no trees.
+        num_nodes_each = np.where(chunks < sum(reading.values()), num_nodes, 0)
+        drafting = self._costs.draft(num_nodes_each, np.where(num_nodes_each, levels, 0))
+        seconds = drafting + self._costs.reading(num_requests + num_nodes_each + chunks) + self._costs.rest
+        useful = float(seconds[chunks >= min(_USEFUL_CHUNK, most)].min())
+        allowed = min((due - now for due in dues), default=np.inf)
+        if len(dues) < num_requests or not decoding:
+            allowed = min(allowed, max(slowest, useful))
+        in_time = chunks[seconds <= allowed].max(initial=chunks[0])
+        rates = chunks / seconds
+        fast = chunks[rates >= _reading_rate(reading, now, float(rates.max()))].min(initial=most)
+        return min(int(max(in_time, fast)), most)
+
+    def _dues(self, decoding: Sequence[Request], now: float) -> list[float]:
+        """Return when the next tokens are due of requests with a target that can be met."""
+        if not any(map(_has_target, decoding)):
+            return []
+        num_requests = len(decoding)
         nodes, levels, expected = self._optimizer.usual()
         num_nodes = nodes * sum(map(_has_trees, decoding))
         step = float(self._seconds(num_requests, num_nodes, levels if num_nodes else 0))
         paced = self._paced_seconds / max(self._paced_tokens, 1e-9)
         dues = []
-        for request, tpot in zip(decoding, tpots, strict=True):
+        for request, tpot in zip(decoding, self._tpots(decoding, now, num_requests), strict=True):
             if np.isfinite(tpot):
                 pace = max(step / (expected if _has_trees(request) else 1.0), paced)
                 dues.append(request.due + min(request.max_new_tokens - 1, _HORIZON) * max(tpot - pace, 0.0))
-        if not dues:
-            return most
-        chunks = np.maximum(most >> np.arange(_NUM_CHUNKS), 1)  # descending
-        # A step that ends in a first token mostly has no trees.
-        num_nodes_each = np.where(chunks < sum(reading.values()), num_nodes, 0)
-        drafting = self._costs.draft(num_nodes_each, np.where(num_nodes_each, levels, 0))
-        seconds = drafting + self._costs.target(num_requests + num_nodes_each + chunks) + self._costs.rest
-        in_time = chunks[seconds <= min(dues) - now].max(initial=chunks[-1])
-        rates = chunks / seconds
-        fast = chunks[rates >= _reading_rate(reading, now, float(rates.max()))].min(initial=most)
-        return min(int(max(in_time, fast)), most)
+        return dues
 
     def pass_seconds(self, num_tokens: int) -> float:
         """Return the seconds of a target pass over this many tokens."""
