@@ -254,6 +254,11 @@ class AsyncLLM:
     def num_running_by_tenant(self) -> Counter[str]:
         return Counter(request.tenant for request in tuple(self.llm.engine.scheduler.running))
 
+    def reading(self) -> list[Request]:
+        """Return the running requests whose prompts are not computed yet."""
+        running = tuple(self.llm.engine.scheduler.running)
+        return [request for request in running if request.num_prompt_computed < len(request.prompt_ids)]
+
     @property
     def num_waiting(self) -> int:
         """Number of outputs that have not been admitted yet, or were preempted."""

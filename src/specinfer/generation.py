@@ -39,6 +39,11 @@ class Generation:
         """One of its requests that ended with an error, if there is one."""
         return next((request for request in self.requests if request.error is not None), None)
 
+    @property
+    def num_prompt_computed(self) -> int:
+        """Number of prompt tokens that are computed so far, with cached ones."""
+        return max(request.num_prompt_computed for request in self.requests)
+
     def output(self) -> RequestOutput:
         """Return all outputs, once they have ended."""
         return self.job.output()

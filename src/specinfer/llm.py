@@ -162,9 +162,8 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """Return the counters since the model was loaded, with vLLM's names and classes (`specinfer.metrics`)."""
-        scheduler, cache = self.engine.scheduler, self.target.cache
-        used = 1 - cache.num_available / cache.num_slots
-        return self._counters.metrics(len(scheduler.running), len(scheduler.waiting), used)
+        scheduler = self.engine.scheduler
+        return self._counters.metrics(len(scheduler.running), len(scheduler.waiting), self.target.cache.usage)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *_: object, **__: object) -> NoReturn:
         """Refuse pooling: models generate text here.

@@ -106,8 +106,9 @@ class EngineCounters(Tally):
             Counter(name=_PREFIX + name, value=value)
             for name, value in (
                 ("prompt_tokens", totals.num_prompt_tokens),
+                ("prompt_tokens_cached", totals.num_cached_tokens),
                 ("generation_tokens", totals.num_generated_tokens),
-                ("prefix_cache_queries", totals.num_prompt_tokens),
+                ("prefix_cache_queries", totals.num_begun_tokens),
                 ("prefix_cache_hits", totals.num_cached_tokens),
                 ("spec_decode_num_drafts", totals.num_drafts),
                 ("spec_decode_num_draft_tokens", totals.num_draft_tokens),

@@ -36,7 +36,8 @@ NAMES = set(
         r"\w+",
         """
 num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total
-prompt_tokens_total generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total
+prompt_tokens_total prompt_tokens_cached_total generation_tokens_total
+prefix_cache_queries_total prefix_cache_hits_total
 e2e_request_latency_seconds_count time_to_first_token_seconds_count inter_token_latency_seconds_count
 request_queue_time_seconds_count request_prefill_time_seconds_count request_decode_time_seconds_count
 request_inference_time_seconds_count request_time_per_output_token_seconds_count
@@ -270,6 +271,45 @@ def test_lines_are_about_the_interval_and_silent_when_nothing_runs(llm: LLM) -> 
         assert len(log.lines()) == 1
 
     serve(llm, body)
+
+
+def test_lines_show_how_far_prompts_are_read(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Speed is that of the interval, without cached tokens, and held slots count even if they are cached."""
+    slow_steps(monkeypatch)
+    target = LLM(model_folder(tokenizer=True), drafters=[], max_num_batched_tokens=8)
+    (prompt,) = random_prompts([200], seed=3)
+
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        tally = Tally()
+        target.engine.observers.append(tally)
+        log, metrics = StatsLog(state.engine, tally, 10.0), Metrics(state.engine, tally, "tiny")
+        await state.engine.complete(prompt[:100], SamplingParams(temperature=0.0, max_tokens=1))
+        assert log.lines()
+        generation = await state.engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=50))
+        (request,) = generation.requests
+        seen = list[float]()
+        while not request.num_output:
+            await asyncio.sleep(0.03)
+            before, used = request.num_prompt_computed, numbers(metrics.scrape().decode())["kv_cache_usage_perc"]
+            lines = log.lines()
+            if before in (0, 200) or len(lines) == 1:
+                continue
+            found = re.fullmatch(r"Prompt processing progress: (\d+)/200 tokens \((.*)%\), 1 reqs", lines[1])
+            assert found is not None
+            assert int(found[1]) >= before
+            assert float(found[2]) == pytest.approx(int(found[1]) / 2)
+            seen.append(float(re.findall(r"Avg prompt throughput: ([\d.]+)", lines[0])[0]))
+            (usage,) = re.findall(r"KV cache usage: ([\d.]+)%", lines[0])
+            assert 100 / target.target.cache.num_slots < float(usage) / 100 + 0.001
+            assert float(usage) / 100 >= used - 0.001
+        assert len(seen) > 2
+        assert min(seen) > 0, "while a single prompt is read, too"
+        assert max(seen) < 100 / 0.03, "cached tokens are not read"
+        generation.close()
+
+    serve(target, body)
 
 
 def test_lines_come_by_themselves(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -78,6 +78,7 @@ class Request:
     num_draws: dict[str, int] = field(default_factory=dict)
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens whose keys and values were already cached
+    num_prompt_computed: int = 0  # prompt tokens computed so far, with cached ones; a preemption does not lower it
     origins: list[str | None] = field(default_factory=list)  # for each output token, the drafter that proposed it
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
@@ -152,6 +153,15 @@ class Request:
         if self.grammar is not None or self.bad_words_ids:
             return True
         return self.thought is not None and self.thought.may_force(depth)
+
+    def note_computed(self, end: int) -> int:
+        """Note that the known tokens up to `end` are computed, and return how many prompt tokens of them are new.
+
+        At the first call, cached tokens are.
+        """
+        before = self.num_prompt_computed
+        self.num_prompt_computed = max(min(end, len(self.prompt_ids)), before)
+        return self.num_prompt_computed - before
 
     def reseed(self, number: int) -> None:
         """Give the request a seed of its own, derived from its seed and this number, before anything was sampled."""

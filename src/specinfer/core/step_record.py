@@ -2,13 +2,40 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from specinfer.core.lookups import is_model
 from specinfer.core.request import Span
 from specinfer.core.tree import TokenTree
+
+
+class PromptCounts(NamedTuple):
+    """Tokens of prompts in one step.
+
+    Attributes:
+        num_new: Tokens that were computed for the first time, or found in the cache by a request that began.
+        num_begun: Tokens of all prompts of requests that began.
+        num_cached: Of these, tokens found in the cache.
+    """
+
+    num_new: int = 0
+    num_begun: int = 0
+    num_cached: int = 0
+
+    @classmethod
+    def note(cls, spans: Sequence[Span]) -> Self:
+        """Note in the requests of a step that its spans are computed, and return the counts."""
+        begun = [span.request for span in spans if not span.request.num_prompt_computed]
+        return cls(
+            sum(span.request.note_computed(span.end) for span in spans),
+            sum(len(request.prompt_ids) for request in begun),
+            sum(request.num_cached for request in begun),
+        )
+
+
+NO_PROMPTS = PromptCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +58,7 @@ class StepRecord:
     num_context: int = 0  # tokens before those of the pass, whose keys and values it reads
     is_first_of_size: bool = False  # a pass of the target or a drafter was captured, which took most of the time
     is_on_device: bool = False  # a step on the device, not an ordinary one
+    prompts: PromptCounts = NO_PROMPTS
 
     @classmethod
     def of(
@@ -45,6 +73,7 @@ class StepRecord:
         num_model_levels: int | None = None,
         is_first_of_size: bool = False,
         is_on_device: bool = False,
+        prompts: PromptCounts = NO_PROMPTS,
     ) -> Self:
         """Make the record of a step from its seconds by stage; model levels are counted if not given."""
         if num_model_levels is None:
@@ -67,6 +96,7 @@ class StepRecord:
             num_context=sum(span.start for span in spans),
             is_first_of_size=is_first_of_size,
             is_on_device=is_on_device,
+            prompts=prompts,
         )
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from specinfer.core.request import Request
-from specinfer.core.step_record import StepRecord
+from specinfer.core.step_record import PromptCounts, StepRecord
 from specinfer.drafters.base import Drafter
 from specinfer.engine.emission import emit
 from specinfer.engine.ending import Endings
@@ -31,6 +31,7 @@ class Committer:
             raise result.error
         clock, outcomes = result.clock, result.outcomes
         clock.skip_to(self._last_end)
+        prompts = PromptCounts.note([outcome.span for outcome in outcomes if not outcome.span.request.is_finished])
         num_generated = self.store(outcomes)
         clock.lap("rest")
         for stage, seconds in result.device_seconds.items():
@@ -40,7 +41,7 @@ class Committer:
             record = StepRecord.of(
                 [outcome.span for outcome in outcomes], [outcome.tree for outcome in outcomes], num_generated,
                 result.num_read, clock.seconds, result.num_budgeted, result.waiting_time, result.num_levels,
-                result.is_first_of_size, bool(result.device_seconds),
+                result.is_first_of_size, bool(result.device_seconds), prompts,
             )  # fmt: skip
             clock.end(record)
             self._learners.on_step(

@@ -22,7 +22,9 @@ class Totals:
     """Counts since the start, or in an interval.
 
     Attributes:
-        num_cached_tokens: Prompt tokens that were found in the prefix cache.
+        num_prompt_tokens: Tokens of prompts that were computed, or found in the prefix cache.
+        num_begun_tokens: Tokens of all prompts that began, which were looked up in the prefix cache.
+        num_cached_tokens: Tokens that were found there.
         num_drafts: Passes of one request with at least one proposed token.
         accepted_at: Number of accepted tokens at each depth of the path, from 0.
         drafted_by, accepted_by: Nodes by drafter; a node that two drafters proposed counts for both.
@@ -30,6 +32,7 @@ class Totals:
     """
 
     num_prompt_tokens: int = 0
+    num_begun_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_drafts: int = 0
@@ -55,6 +58,7 @@ class Totals:
         """Return the counts between an earlier copy and this one."""
         return Totals(
             num_prompt_tokens=self.num_prompt_tokens - earlier.num_prompt_tokens,
+            num_begun_tokens=self.num_begun_tokens - earlier.num_begun_tokens,
             num_cached_tokens=self.num_cached_tokens - earlier.num_cached_tokens,
             num_generated_tokens=self.num_generated_tokens - earlier.num_generated_tokens,
             num_drafts=self.num_drafts - earlier.num_drafts,
@@ -80,9 +84,6 @@ class Tally:
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
         totals = self.totals
-        if request.num_output == num_generated:  # its first tokens: the prompt has just been computed
-            totals.num_prompt_tokens += len(request.prompt_ids)
-            totals.num_cached_tokens += request.num_cached
         totals.num_generated_tokens += num_generated
         if not tree.num_guessed:
             return
@@ -103,7 +104,10 @@ class Tally:
             totals.accepted_by[name] += node in kept
 
     def on_step(self, record: StepRecord) -> None:
-        pass
+        prompts = record.prompts
+        self.totals.num_prompt_tokens += prompts.num_new
+        self.totals.num_begun_tokens += prompts.num_begun
+        self.totals.num_cached_tokens += prompts.num_cached
 
     def copy(self) -> Totals:
         """Return a copy of the counts; for other threads."""

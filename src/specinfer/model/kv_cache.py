@@ -70,6 +70,11 @@ class KVCache:
         return self._num_free + self._prefixes.num_unlocked
 
     @property
+    def usage(self) -> float:
+        """Share of the slots that requests hold, those of cached prefixes that they use included."""
+        return 1 - self.num_available / self.num_slots
+
+    @property
     def num_cached(self) -> int:
         """Number of slots kept for reuse, whether or not a request uses them now."""
         return self._prefixes.num_slots

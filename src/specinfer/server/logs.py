@@ -128,14 +128,19 @@ class StatsLog:
         num_running, num_waiting = self._engine.num_running, self._engine.num_waiting
         if not (spent.num_generated_tokens or spent.num_prompt_tokens or num_running or num_waiting):
             return []
-        cache = self._engine.llm.target.cache
-        used = 1 - (cache.num_free + cache.num_cached) / cache.num_slots
+        used = self._engine.llm.target.cache.usage
         lines = [
-            f"Avg prompt throughput: {spent.num_prompt_tokens / seconds:.1f} tokens/s, "
+            f"Avg prompt throughput: {(spent.num_prompt_tokens - spent.num_cached_tokens) / seconds:.1f} tokens/s, "
             f"Avg generation throughput: {spent.num_generated_tokens / seconds:.1f} tokens/s, "
             f"Running: {num_running} reqs, Waiting: {num_waiting} reqs, KV cache usage: {used:.1%}, "
-            f"Prefix cache hit rate: {spent.num_cached_tokens / max(spent.num_prompt_tokens, 1):.1%}"
+            f"Prefix cache hit rate: {spent.num_cached_tokens / max(spent.num_begun_tokens, 1):.1%}"
         ]
+        reading = self._engine.reading()
+        if reading:
+            done = sum(request.num_prompt_computed for request in reading)
+            total = sum(len(request.prompt_ids) for request in reading)
+            progress = f"{done}/{total} tokens ({done / total:.1%})"
+            lines.append(f"Prompt processing progress: {progress}, {len(reading)} reqs")
         if spent.num_drafts:
             lines.append(_speculation_line(spent, seconds))
         if self._stream is not None:

@@ -163,17 +163,17 @@ class Metrics:
         yield self._families.gauge("num_requests_running", "Outputs in the batch.", engine.num_running)
         yield self._families.gauge("num_requests_waiting", "Outputs that wait for a place in it.", engine.num_waiting)
         yield self._families.gauge("event_loop_tasks", "Tasks of the server's event loop.", _num_tasks())
-        used = 1 - cache.num_available / cache.num_slots
         yield self._families.gauge(
-            "kv_cache_usage_perc", "Share of the slots that running requests hold; 1 is all.", used
+            "kv_cache_usage_perc", "Share of the slots that running requests hold; 1 is all.", cache.usage
         )
         yield self._families.gauge(
             "kv_cache_kept_perc", "Share of the slots kept for reuse.", cache.num_cached / cache.num_slots
         )
         for name, help, value in (
-            ("prompt_tokens", "Tokens of prompts that were read.", totals.num_prompt_tokens),
+            ("prompt_tokens", "Tokens of prompts that were read, with cached ones.", totals.num_prompt_tokens),
+            ("prompt_tokens_cached", "Of those, cached ones.", totals.num_cached_tokens),
             ("generation_tokens", "Generated tokens.", totals.num_generated_tokens),
-            ("prefix_cache_queries", "Tokens of prompts that were looked up in the cache.", totals.num_prompt_tokens),
+            ("prefix_cache_queries", "Tokens of prompts that were looked up in the cache.", totals.num_begun_tokens),
             ("prefix_cache_hits", "Of those, tokens found there.", totals.num_cached_tokens),
             ("num_preemptions", "Times that an output gave its slots back to others.", counted.num_preempted),
             ("draft_failures", "Steps without draft tokens as a drafter failed.", counted.num_draft_failures),
