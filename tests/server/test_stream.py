@@ -5,18 +5,22 @@ import json
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from serving import Caller, app_of
+from serving import Caller, app_of, events_of, serve, slow_steps
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.request import Fault
 from specinfer.engine.engine import Engine
+from specinfer.server import pending_response
 from specinfer.server.dialect import to_json
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import chunks_of, failure
+from specinfer.server.state import ServerState
 from specinfer.server.stream import EventStream, lines_of
 from tiny import make_request
 
@@ -129,6 +133,46 @@ def test_a_client_whose_socket_breaks_is_no_fault() -> None:
     assert closed == [True]
     assert made == [0], "no more events are made for it"
     assert sent == ["http.response.start", "http.response.body"], "and none is sent"
+
+
+@pytest.mark.parametrize(("path", "body"), PATHS.items())
+def test_a_stream_tells_how_far_the_prompt_is_read_if_asked(
+    path: str, body: dict[str, Any], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_steps(monkeypatch, 0.02)
+    monkeypatch.setattr(pending_response, "_PROGRESS_SECONDS", 0.03)
+    llm.engine.observers.clear()
+    text = " ".join("the a of" for _ in range(30))
+    prompt = {"prompt": text} if "prompt" in body else {"messages": [{"role": "user", "content": text}]}
+    fields = prompt | {"max_tokens": 4, "temperature": 0, "stream": True, "ignore_eos": True}
+
+    async def ask(client: httpx.AsyncClient, state: ServerState) -> None:
+        state.config = replace(state.config, ping_seconds=0)
+        asked, plain = [
+            (await client.post(path, json=fields | extra)).text for extra in ({"return_progress": True}, {})
+        ]
+        assert ": ping" not in asked
+        events = events_of(asked)
+        reports = [event.pop("prompt_progress") for event in events if "prompt_progress" in event]
+        assert len(reports) > 2
+        first, last = reports[0], reports[-1]
+        assert last["processed"] == last["total"] > first["processed"] >= first["cache"] == 0
+        for name in ("processed", "time_ms"):
+            assert [one[name] for one in reports] == sorted(one[name] for one in reports)
+        assert {one["total"] for one in reports} == {last["total"]}
+        choices = [event["choices"][0] for event in events]
+        assert all(choice["finish_reason"] is None for choice in choices[: len(reports)])
+        assert texts_of(choices) == texts_of([event["choices"][0] for event in events_of(plain)])
+        assert "prompt_progress" not in plain
+        cached = events_of((await client.post(path, json=fields | {"return_progress": True})).text)
+        assert cached[0]["prompt_progress"]["cache"] > 0
+        assert sum("prompt_progress" in event for event in cached) <= 2
+
+    serve(llm, ask)
+
+
+def texts_of(choices: list[dict[str, Any]]) -> str:
+    return "".join(one["text"] if "text" in one else one["delta"].get("content") or "" for one in choices)
 
 
 @pytest.mark.parametrize("interval", [1, 7])

@@ -96,6 +96,7 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
         outputs=[outputs],
         texts=texts,
         once=once,
+        returns_progress=bool(fields.return_progress),
     )
 
 

@@ -74,6 +74,7 @@ async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
         ],
         texts=texts,
         hides_output=fields.hides_output,
+        returns_progress=bool(fields.return_progress),
     )
 
 

@@ -42,6 +42,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     },
 }
 _SILENCE = 30.0  # seconds without an event after which a client may need more than a ping
+_PROGRESS_SECONDS = 1.0  # between reports of how far prompts are read
 _FINGERPRINT = f"specinfer-{specinfer.__version__}"
 
 
@@ -91,6 +92,7 @@ class ChoicesResponse:
         texts: The texts of tokens, if the response includes them.
         once: Returns the fields that appear once next to the choices, in a whole response or in the first event.
         hides_output: True if the output is not part of the response because only the prompt was asked about.
+        returns_progress: Whether events report how far the prompts are read.
     """
 
     fields: SharedFields
@@ -103,6 +105,7 @@ class ChoicesResponse:
     texts: TokenTexts | None = None
     once: Callable[[], dict[str, Any]] = dict
     hides_output: bool = False
+    returns_progress: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def close(self) -> None:
@@ -130,11 +133,16 @@ class ChoicesResponse:
 
     async def events(self, config: ServerConfig) -> AsyncGenerator[Event | None]:
         """Yield the response in pieces as they come, or None when nothing has come for a while."""
-        fields, is_first = self.fields, True
+        fields, is_first, is_reading = self.fields, True, self.returns_progress
         interval = fields.stream_interval or config.stream_interval
-        async for found in chunks_of(self.generations, config.ping_seconds, interval):
-            if found is None:
+        ping_seconds = _PROGRESS_SECONDS if self.returns_progress else config.ping_seconds
+        async for found in chunks_of(self.generations, ping_seconds, interval):
+            if is_reading and (found is None or self._is_read):
+                is_reading = not self._is_read
+                yield self._progress()
+            elif found is None and config.ping_seconds:
                 yield None
+            if found is None:
                 continue
             place, chunk = found
             output = self.outputs[place][chunk.index]
@@ -159,6 +167,26 @@ class ChoicesResponse:
             "model": self.model,
             "system_fingerprint": _FINGERPRINT,
         }
+
+    @property
+    def _is_read(self) -> bool:
+        """True if all prompts are computed."""
+        return all(one.num_prompt_computed == len(one.requests[0].prompt_ids) for one in self.generations)
+
+    def _progress(self) -> Event:
+        """Return an event that tells how far the prompts are read, as llama.cpp's server does."""
+        firsts, now = [generation.requests[0] for generation in self.generations], time.time()
+        started = min(now if one.scheduled_time is None else one.scheduled_time for one in firsts)
+        progress = {
+            "total": sum(len(one.prompt_ids) for one in firsts),
+            "cache": sum(one.num_cached for one in firsts),
+            "processed": sum(generation.num_prompt_computed for generation in self.generations),
+            "time_ms": round(1000 * (now - started)),
+        }
+        kind = self.kinds[1]
+        empty = {"text": ""} if kind == "text_completion" else {"delta": {"role": "assistant", "content": None}}
+        choice = {"index": 0, **empty, "logprobs": None, "finish_reason": None}
+        return self._head(kind) | {"choices": [choice], "prompt_progress": progress}
 
     def _usage(self) -> dict[str, Any]:
         return usage_of(self.generations, hides_output=self.hides_output)

@@ -195,6 +195,7 @@ class CompletionFields(SharedFields):
     echo: bool | None = None
     suffix: str | None = None
     logprobs: Count | None = None
+    return_progress: bool | None = None
 
     @property
     def hides_output(self) -> bool:
@@ -209,6 +210,7 @@ class ChatFields(SharedFields):
     messages: Objects
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    return_progress: bool | None = None
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
