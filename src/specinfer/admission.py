@@ -10,7 +10,7 @@ from specinfer.core.queue_limits import QueueLimits
 from specinfer.core.request import Request
 from specinfer.core.text import counted
 from specinfer.generation import Generation
-from specinfer.inputs.prompts import Job
+from specinfer.inputs.job import Job
 from specinfer.quotas import Quotas
 
 

@@ -18,6 +18,9 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort" or "error".
         stop_reason: Stop string or token id that ended the output, if one did.
         token_origins: For each token the drafter that proposed it, or None if the target emitted it.
+        reasoning: Thought that precedes the answer, or None if there is none.
+        content: Answer without the thought; None in an output that still grows.
+        num_reasoning_tokens: Number of tokens of the thought.
     """
 
     index: int
@@ -28,20 +31,25 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None
     token_origins: list[str | None] = field(default_factory=list)
+    reasoning: str | None = None
+    content: str | None = None
+    num_reasoning_tokens: int = 0
 
     @classmethod
     def of(cls, index: int, request: Request) -> "CompletionOutput":
-        asked = request.params.logprobs is not None
+        asked, text = request.params.logprobs is not None, request.text.text if request.text is not None else ""
         pairs = zip(request.output_ids, request.logprobs, strict=asked)
         return cls(
             index=index,
-            text=request.text.text if request.text is not None else "",
+            text=text,
             token_ids=request.output_ids,
             cumulative_logprob=sum(logprobs[token].logprob for token, logprobs in pairs) if asked else None,
             logprobs=list(request.logprobs) if asked else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             token_origins=list(request.origins),
+            content=text,
+            num_reasoning_tokens=0 if request.thought is None else request.thought.num_tokens,
         )
 
     @classmethod

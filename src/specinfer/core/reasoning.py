@@ -13,6 +13,7 @@ class Reasoning:
         end_ids: Tokens that end a thought whose budget is spent.
         is_open: Whether the prompt ends within a thought.
         has_channels: Whether each message of the output names its channel, as those of gpt-oss do.
+        other_ends: Other texts that end the thought, as before a call.
     """
 
     start: str
@@ -20,3 +21,4 @@ class Reasoning:
     end_ids: tuple[int, ...]
     is_open: bool
     has_channels: bool = False
+    other_ends: tuple[str, ...] = ()

@@ -53,8 +53,8 @@ class Thought:
     def __init__(self, reasoning: Reasoning, decode: Decode, budget: int | None = None) -> None:
         self.reasoning, self.budget = reasoning, budget if reasoning.end_ids else None
         self._decode = decode
-        # A token has a byte at least.
-        self._num_kept = max(len(text.encode()) for text in (reasoning.start, reasoning.end))
+        self._ends = (reasoning.end, *reasoning.other_ends)
+        self._num_kept = max(len(end.encode()) for end in self._ends)  # a token has a byte at least
         self._place = self._begin() if reasoning.is_open else _Place(Phase.UNDECIDED)
         self._along: dict[tuple[int, ...], _Place] = {}  # places at the ends of paths
 
@@ -112,10 +112,13 @@ class Thought:
         text = self._decode(tail)
         if place.phase is Phase.UNDECIDED:
             return self._decide(text.lstrip(), tail)
-        if (end := self.reasoning.end) in text:
-            of_end = next(count for count in range(1, 1 + len(tail)) if end in self._decode(tail[-count:]))
+        if self._has_end(text):
+            of_end = next(count for count in range(1, 1 + len(tail)) if self._has_end(self._decode(tail[-count:])))
             return replace(place, phase=Phase.ANSWER, num_tokens=place.num_tokens + 1 - of_end)
         return self._thinking(place.num_tokens + 1, tail[-self._num_kept :])
+
+    def _has_end(self, text: str) -> bool:
+        return any(end in text for end in self._ends)
 
     def _decide(self, text: str, tail: tuple[int, ...]) -> _Place:
         start = self.reasoning.start

@@ -9,7 +9,8 @@ from specinfer.core.noise import derive_seed
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.slo import SLO
 from specinfer.inputs.arguments import Prompt
-from specinfer.inputs.prompts import Job, PromptReader
+from specinfer.inputs.job import Job
+from specinfer.inputs.prompts import PromptReader
 from specinfer.model.adapters.registry import Adapters
 
 

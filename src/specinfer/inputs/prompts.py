@@ -3,7 +3,6 @@
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from specinfer.core.config import AUTO
@@ -12,7 +11,6 @@ from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.state import Grammar
 from specinfer.core.logprob import Logprob
 from specinfer.core.lora import Adapter
-from specinfer.core.outputs import RequestOutput
 from specinfer.core.reasoning import Reasoning
 from specinfer.core.request import Request
 from specinfer.core.sampling import MAX_SEED, SamplingParams
@@ -22,21 +20,10 @@ from specinfer.core.thought import Thought
 from specinfer.inputs.arguments import Message, Prompt, text_of
 from specinfer.inputs.chat.special_tokens import SpecialToken
 from specinfer.inputs.formats.calls import CallFormat
-from specinfer.inputs.formats.reasoning import ReasoningFormat
+from specinfer.inputs.formats.reasoning_grammar import with_thought
+from specinfer.inputs.job import Job
 from specinfer.inputs.prompt_limits import PromptLimits
 from specinfer.inputs.text_reader import BoundedTextReader, LocalTextReader, TextReader
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One prompt and the requests, one for each of `n`, that serve it."""
-
-    request_id: str
-    prompt: str | None
-    requests: list[Request]
-
-    def output(self) -> RequestOutput:
-        return RequestOutput.of(self.request_id, self.prompt, self.requests)
 
 
 class PromptReader:
@@ -84,14 +71,22 @@ class PromptReader:
         Raises:
             RequestError: The prompt, or the parameters with it, cannot be served.
         """
-        ids = self.read(prompt, params)
+        ids, given = self.read(prompt, params), params
         reasoning = self.reasoning(prompt, ids, params)
-        params = self._with_thought(params, reasoning)
-        grammar = self.grammar(params)
+        if reasoning is not None:
+            params = with_thought(params, reasoning, self.special_tokens)
+        try:
+            grammar = self.grammar(params)
+        except RequestError:
+            self.grammar(given)  # an error of this one has the names of the caller
+            raise
         bad_words, prediction = self.bad_words_ids(params), self.prediction_ids(params)
         salt = self.cache_salt(prompt) + ("" if adapter is None else f"\0{adapter.salt}")
         prompt_logprobs: list[dict[int, Logprob] | None] = []  # computed once
-        thoughts = [self._thought(params, reasoning) for _ in range(params.n)]
+        thoughts: list[Thought | None] = [None] * params.n
+        if reasoning is not None:
+            decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
+            thoughts = [Thought(reasoning, decode, params.thinking_token_budget) for _ in thoughts]
         requests = [
             Request(
                 request_id=f"{request_id}.{i}",
@@ -162,11 +157,6 @@ class PromptReader:
     def call_format(self) -> CallFormat:
         """Format of the model's tool calls."""
         return self._local.chat.formats.calls(self.chat_template)
-
-    @property
-    def reasoning_format(self) -> ReasoningFormat | None:
-        """Format of the model's thoughts, or None for a model that does not think."""
-        return self._local.chat.formats.reasoning_format(self.chat_template)
 
     @property
     def chat_template(self) -> str | None:
@@ -306,21 +296,6 @@ class PromptReader:
         decode = functools.partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         include_stop = params.include_stop_str_in_output
         return TextBuffer(decode, params.stop_strings, include_stop=include_stop, thought=thought)
-
-    def _thought(self, params: SamplingParams, reasoning: Reasoning | None) -> Thought | None:
-        """Return the thought of an output, at its start."""
-        if reasoning is None:
-            return None
-        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
-        return Thought(reasoning, decode, params.thinking_token_budget)
-
-    def _with_thought(self, params: SamplingParams, reasoning: Reasoning | None) -> SamplingParams:
-        """Return parameters for outputs with a thought, whose markers are a part of the text."""
-        if reasoning is None or not params.skip_special_tokens:
-            return params
-        markers = [self.special_tokens.get(text) for text in (reasoning.start, reasoning.end)]
-        is_hidden = any(token is not None and not token.is_shown for token in markers)
-        return replace(params, skip_special_tokens=False) if is_hidden else params
 
     @functools.cached_property
     def decode_token(self) -> Callable[[int], str] | None:

@@ -134,7 +134,6 @@ def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
         choice,
         False if fields.functions else fields.parallel_tool_calls,
         reader.call_format,
-        reasoning_format=reader.reasoning_format,
         special_tokens=reader.special_tokens,
     )
     kwargs = template_kwargs(fields, reader.chat_template or "")

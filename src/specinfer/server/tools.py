@@ -18,7 +18,6 @@ from specinfer.inputs.formats.argument_grammar import CallableFunction
 from specinfer.inputs.formats.call_grammar import CallGrammar
 from specinfer.inputs.formats.calls import SYSTEM_PROMPT_FORMAT, CallFormat
 from specinfer.inputs.formats.parser import OutputParser
-from specinfer.inputs.formats.reasoning import ReasoningFormat
 from specinfer.server.custom_tools import CustomInputs, Parser, function_of_custom
 from specinfer.server.schemas import read_schema
 
@@ -38,8 +37,7 @@ class ToolPlan:
         structured_outputs: The constraints on the response, or None if there are no tools to call.
         tools_for_template: The `tools` argument of `PromptReader.read_chat`, or None to show the model no tools.
         call_format: The format of calls, or None if the response cannot have any.
-        shows_special_tokens: Whether `SamplingParams.skip_special_tokens` must be False, as a mark of a call or of a
-            thought is one.
+        shows_special_tokens: Whether `SamplingParams.skip_special_tokens` must be False, as a mark of a call is one.
         custom: The names of custom tools, whose calls have text in place of JSON arguments.
         reasoning: The thought before the answer, or None if there is none.
     """
@@ -84,7 +82,6 @@ def plan_tools(
     parallel_tool_calls: bool | None = None,
     call_format: CallFormat = SYSTEM_PROMPT_FORMAT,
     *,
-    reasoning_format: ReasoningFormat | None = None,
     special_tokens: Mapping[str, SpecialToken] | None = None,
 ) -> ToolPlan:
     """Plan how to serve a request's tools, which are in the format of chat completions or of responses.
@@ -93,24 +90,20 @@ def plan_tools(
 
     Args:
         call_format: The model's `PromptReader.call_format`.
-        reasoning_format: The model's `PromptReader.reasoning_format`.
         special_tokens: The model's `PromptReader.special_tokens`. A grammar matches them as tokens, not as text.
 
     Raises:
         RequestError: A tool or the choice cannot be served; the message names it.
     """
     tokens = special_tokens or {}
-    hidden = {name for name, token in tokens.items() if not token.is_shown}
-    marks = frozenset() if reasoning_format is None else reasoning_format.texts
-    plain = ToolPlan(shows_special_tokens=not hidden.isdisjoint(marks))
     if not tools:
         if tool_choice not in _FREE_CHOICES:
             raise RequestError("tool_choice: there are no tools to choose from; send tools, or leave it out")
-        return plain
+        return ToolPlan()
     shown, functions, custom = _read_tools(tools)
     mode, chosen = _read_choice(tool_choice, list(functions))
     if mode == "none" or not chosen:
-        return plain
+        return ToolPlan()
     grammar = CallGrammar(
         call_format,
         tuple(functions[name] for name in chosen),
@@ -118,7 +111,8 @@ def plan_tools(
         parallel_tool_calls is not False and mode != "function",
         tokens,
     )
-    shows_special_tokens = any(name in text for name in hidden for text in (*call_format.texts, *marks))
+    hidden = {name for name, token in tokens.items() if not token.is_shown}
+    shows_special_tokens = any(name in text for name in hidden for text in call_format.texts)
     return ToolPlan(grammar.params(None), shown, call_format, shows_special_tokens, custom, None, grammar)
 
 

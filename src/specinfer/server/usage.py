@@ -26,13 +26,14 @@ def usage_of(generations: Sequence[Generation], *, hides_output: bool = False) -
         "prompt_tokens_details": {"cached_tokens": sum(g.requests[0].num_cached for g in generations)},
     }
     num_predicted = sum(len(request.prediction_ids) for request in requests)
+    details: dict[str, int] = {}
+    if thoughts := [request.thought for request in requests if request.thought is not None]:
+        details["reasoning_tokens"] = sum(thought.num_tokens for thought in thoughts)
     if num_predicted:
         accepted = sum(request.origins.count(PredictionDrafter.name) for request in requests)
-        usage["completion_tokens_details"] = {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": max(num_predicted - accepted, 0),
-        }
-    return usage
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = max(num_predicted - accepted, 0)
+    return usage | {"completion_tokens_details": details} if details else usage
 
 
 def metrics_of(generations: Sequence[Generation]) -> dict[str, Any] | None:

@@ -64,7 +64,10 @@ def make_proxy(name: str, about: str, tokens: Sequence[int], grammars: Grammars,
     thought = None
     if fields["thought"] is not None:
         reasoning, budget = fields["thought"]
-        thought = Thought(Reasoning(**reasoning | {"end_ids": tuple(reasoning["end_ids"])}), decode, budget)
+        made: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in reasoning.items()
+        }
+        thought = Thought(Reasoning(**made), decode, budget)
     request = Request(
         name, list(tokens[:num_prompt]), params, fields["seed"], tuple(fields["eos_token_ids"]), grammar=grammar,
         bad_words_ids=tuple(map(tuple, fields["bad_words_ids"])), thought=thought, cache_salt=fields["cache_salt"],

@@ -51,11 +51,11 @@ class OutputFormats:
         found = self.reasoning_format(template)
         if found is None or self._tokenizer is None:
             return None
-        is_open = True if found.has_channels else self._is_open(found, ids)
+        is_open = False if found.has_channels else self._is_open(found, ids)
         if is_open is None:
             return None
         end_ids = tuple(self._tokenizer.encode(found.forced_end, add_special_tokens=False))
-        return Reasoning(found.start, found.end, end_ids, is_open, found.has_channels)
+        return Reasoning(found.start, found.end, end_ids, is_open, found.has_channels, found.other_ends)
 
     def _is_open(self, found: ReasoningFormat, ids: Sequence[int]) -> bool | None:
         """Return whether a prompt ends within a thought; None if it ends right after one."""

@@ -12,10 +12,8 @@ from specinfer.inputs.chat.special_tokens import SpecialToken
 from specinfer.inputs.formats.argument_grammar import Arguments, CallableFunction
 from specinfer.inputs.formats.calls import CallFormat, CallNumber, JsonArguments, Label, Name, Part
 from specinfer.inputs.formats.harmony import TEXTS, channel_rules
-from specinfer.inputs.formats.lark import Literals, quoted, ranges
+from specinfer.inputs.formats.lark import SPACE, Literals, quoted, ranges
 
-# A space, or line breaks and indentation: a model that wants to end its text cannot fill it with whitespace.
-_SPACE = r"WS: /[ \t]|(\r?\n){1,2}[ \t]{0,16}/"
 _LABEL = "LABEL: /[A-Za-z0-9_-]{1,64}/"
 _NUMBER = "NUMBER: /[0-9]{1,4}/"
 
@@ -73,7 +71,7 @@ class CallGrammar:
         if answer is not None:
             named["answer"] = answer
         shown = None if self.must_call else "TEXT" if answer is None else "@answer"
-        rules = [*channel_rules((function.name for function in self.functions), shown, literals), *rules, _SPACE]
+        rules = [*channel_rules((function.name for function in self.functions), shown, literals), *rules, SPACE]
         return StructuredOutputsParams(grammar="\n".join(rules), schemas=named, field="tools", enable_in_reasoning=True)
 
     def _calls(self, literals: Literals, arguments: Arguments) -> list[str]:
@@ -92,7 +90,7 @@ class CallGrammar:
         calls = f"calls: {_sequence(['opening', *map(literals.of, begin), 'call'])}{more}{end} WS?"
         texts = "\n".join((calls, *rules))
         extra = [rule for name, rule in (("LABEL", _LABEL), ("NUMBER", _NUMBER)) if name in texts]
-        return [calls, f"call: {names}", *rules, *arguments.rules, _SPACE, *extra]
+        return [calls, f"call: {names}", *rules, *arguments.rules, SPACE, *extra]
 
     def _call(
         self, i: int, function: CallableFunction, parts: tuple[Part, ...], literals: Literals, arguments: Arguments

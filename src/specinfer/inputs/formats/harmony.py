@@ -35,11 +35,11 @@ def channel_rules(names: Iterable[str], answer: str | None, literals: Literals) 
         to = quoted(f"to=functions.{name}")
         calls += [f'WS {to} WS? {channel} "commentary" {kind} arguments_{i}']
         calls += [f'{channel} "commentary" WS {to} {kind} arguments_{i}']
-    final = "" if answer is None else f'{channel} "final" {message} {answer} | '
+    lasts = calls if answer is None else [f'{channel} "final" {message} {answer}', *calls]
     return [
         "start: other_message* last",
         f'other_message: {channel} ("analysis" | "commentary") {message} TEXT {end} {start} "assistant"',
-        f"last: {final}{' | '.join(calls)}",
+        f"last: {' | '.join(lasts)}",
         "TEXT: /(?s:.*)/",
     ]
 

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from specinfer.inputs.chat.special_tokens import SpecialToken
 
+# A space, or line breaks and indentation: a model that wants to end its text cannot fill it with whitespace.
+SPACE = r"WS: /[ \t]|(\r?\n){1,2}[ \t]{0,16}/"
+
 
 class Literals:
     """The texts of a format in Lark's notation.

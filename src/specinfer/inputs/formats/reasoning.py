@@ -13,17 +13,14 @@ class ReasoningFormat:
         start, end: Texts before and after it.
         forced_end: Text that ends a thought whose budget is spent.
         has_channels: Whether each message of the answer has a channel, as gpt-oss writes them (`harmony.py`).
+        other_ends: Other texts that end a thought.
     """
 
     start: str
     end: str
     forced_end: str
     has_channels: bool = False
-
-    @property
-    def texts(self) -> frozenset[str]:
-        """All texts of the format."""
-        return frozenset((CHANNEL, MESSAGE, START, END) if self.has_channels else (self.start, self.end))
+    other_ends: tuple[str, ...] = ()
 
 
 def _tags(start: str, end: str) -> ReasoningFormat:
@@ -32,7 +29,13 @@ def _tags(start: str, end: str) -> ReasoningFormat:
 
 _FINAL = f"{CHANNEL}final{MESSAGE}"
 THINK = _tags("<think>", "</think>")
-HARMONY = ReasoningFormat(f"{CHANNEL}analysis{MESSAGE}", _FINAL, f"{END}{START}assistant{_FINAL}", has_channels=True)
+HARMONY = ReasoningFormat(
+    f"{CHANNEL}analysis{MESSAGE}",
+    _FINAL,
+    f"{END}{START}assistant{_FINAL}",
+    has_channels=True,
+    other_ends=(END,),
+)
 _FORMATS = {
     "openai_gptoss": HARMONY,
     "think": THINK,
