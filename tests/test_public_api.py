@@ -24,6 +24,7 @@ NAMES = {
     "ModelError",
     "QueueFullError",
     "QueueLimits",
+    "Reasoning",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",

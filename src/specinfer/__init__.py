@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from specinfer.core.lora import LoRARequest
     from specinfer.core.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
     from specinfer.core.queue_limits import QueueLimits
+    from specinfer.core.reasoning import Reasoning
     from specinfer.core.sampling import RequestOutputKind, SamplingParams
     from specinfer.core.slo import SLO
     from specinfer.core.structured_outputs import StructuredOutputsParams
@@ -36,6 +37,7 @@ __all__ = [
     "ModelError",
     "QueueFullError",
     "QueueLimits",
+    "Reasoning",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
@@ -60,6 +62,7 @@ _HOMES = {
     "ModelError": "core.errors",
     "QueueFullError": "core.errors",
     "QueueLimits": "core.queue_limits",
+    "Reasoning": "core.reasoning",
     "RequestError": "core.errors",
     "RequestMetrics": "core.outputs",
     "RequestOutput": "core.outputs",

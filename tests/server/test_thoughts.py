@@ -65,7 +65,7 @@ def test_a_budget_a_format_and_stop_strings(llm: LLM) -> None:
     assert choices[1]["stop_reason"] == "8"
 
 
-@pytest.mark.parametrize("budget", [-2, 1.5, "a"])
+@pytest.mark.parametrize("budget", [-2, "a"])
 def test_a_budget_is_a_number_of_tokens(llm: LLM, budget: Any) -> None:
     async def ask() -> Any:
         async with served(llm) as (client, _):

@@ -20,6 +20,7 @@ from specinfer.core.thought import Thought
 from specinfer.inputs.arguments import Message, Prompt, text_of
 from specinfer.inputs.chat.special_tokens import SpecialToken
 from specinfer.inputs.formats.calls import CallFormat
+from specinfer.inputs.formats.reasoning import ReasoningFormat
 from specinfer.inputs.formats.reasoning_grammar import with_thought
 from specinfer.inputs.job import Job
 from specinfer.inputs.prompt_limits import PromptLimits
@@ -157,6 +158,11 @@ class PromptReader:
     def call_format(self) -> CallFormat:
         """Format of the model's tool calls."""
         return self._local.chat.formats.calls(self.chat_template)
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """Format of the model's thoughts, or None for a model that does not think."""
+        return self._local.chat.formats.reasoning_format(self.chat_template)
 
     @property
     def chat_template(self) -> str | None:

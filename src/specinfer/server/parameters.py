@@ -13,7 +13,7 @@ from specinfer.server.protocol import Prediction, SharedFields
 _SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "logprob_token_ids", "thinking_token_budget",
+    "include_stop_str_in_output", "skip_special_tokens", "logprob_token_ids",
 )  # fmt: skip
 _MAX_STOP = 1 << 12  # characters of all stop strings, which are compared with the end of the text after each pass
 

@@ -114,7 +114,6 @@ class SharedFields(BaseModel):
     ] = None
     stop_token_ids: FewTokenIds | None = None
     ignore_eos: bool | None = None
-    thinking_token_budget: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
