@@ -60,6 +60,23 @@ def test_a_file_without_a_rule_is_cut_by_the_default_one_with_a_warning(
     assert pieces == ["a", "\u0120", "123", "45", ",", "\u0120b"]
 
 
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama"])
+def test_text_is_cut_by_the_rule_of_the_file_not_by_that_of_the_family(tmp_path: Path, arch: str) -> None:
+    write_model(tmp_path / "m.gguf", arch, tokenizer__ggml__pre="gpt-2")
+    cut = load_tokenizer(find_folder(tmp_path / "m.gguf")).backend_tokenizer.pre_tokenizer
+    assert [piece for piece, _ in cut.pre_tokenize_str("a 12345")] == ["a", "\u012012345"]
+
+
+@pytest.mark.parametrize(("rule", "composes"), [("qwen2", True), ("qwen35", True), ("llama-bpe", False)])
+def test_letters_and_marks_are_one_character_where_they_are_in_the_models_own_tokenizer(
+    tmp_path: Path, rule: str, composes: bool
+) -> None:
+    write_model(tmp_path / "m.gguf", tokenizer__ggml__pre=rule)
+    normalizer = load_tokenizer(find_folder(tmp_path / "m.gguf")).backend_tokenizer.normalizer
+    found = "e\u0301" if normalizer is None else normalizer.normalize_str("e\u0301")
+    assert found == ("\u00e9" if composes else "e\u0301")
+
+
 def ends_of(path: Path, tokens: dict[str, int], **changes: Any) -> list[str]:
     """Write a file whose vocabulary ends with these tokens, and return the texts of those that end an output."""
     given = tokenizer_metadata()

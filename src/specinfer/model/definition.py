@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as transformers_logging
 
 from specinfer.core.errors import ModelError, first_line
@@ -21,7 +28,7 @@ from specinfer.hub.files import read_object
 from specinfer.hub.locate import TOKENIZER_FILE, TOKENIZERS
 from specinfer.model.attention import ATTENTION_NAME, register
 from specinfer.model.families import REPLACED
-from specinfer.model.gguf.folder import origin_of
+from specinfer.model.gguf.folder import origin_of, weights_file
 from specinfer.model.offload.checkpoint import is_finite
 from specinfer.model.offload.shards import Shards, has_safetensors, has_usual_names
 from specinfer.model.recurrent.layers import FEED_FORWARD_TYPES, LAYER_TYPES, replace_layers
@@ -78,8 +85,10 @@ def load_tokenizer(folder: Path) -> Any:
     """Return the folder's tokenizer, or None if it has none. Without a tokenizer, prompts must be token ids."""
     if not any((folder / name).is_file() for name in TOKENIZERS):
         return None
+    # A family's own class would replace the rule of a GGUF file by that of the family.
+    kind = AutoTokenizer if weights_file(folder) is None else PreTrainedTokenizerFast
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizer back ends raise bare Exception
         raise ModelError(
             f"model: the tokenizer of {folder} cannot be used ({first_line(error)}); fetch the model again, or name "

@@ -21,7 +21,7 @@ from specinfer.model.gguf.tokenizer import build_tokenizer
 from specinfer.model.gguf.vocabulary import end_token_ids
 
 WEIGHTS = GGUF_LINK
-_FORMAT = 3  # of the written files; a new number creates all folders again
+_FORMAT = 4  # of the written files; a new number creates all folders again
 _TEMPLATE = "tokenizer.chat_template"
 _NAMED_TEMPLATE = re.compile(rf"{re.escape(_TEMPLATE)}\.([A-Za-z0-9_-]{{1,64}})")
 _MAX_TEMPLATES = 16  # of those with a name

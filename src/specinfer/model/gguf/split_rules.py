@@ -101,6 +101,7 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
 _LLAMA3_RULES = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "pixtral", "midm-2.0", "tekken"}
 IGNORES_MERGES = _LLAMA3_RULES | {"minicpm5", "youtu"}  # a piece that is a token as a whole is not split
 ADDS_BOS = _LLAMA3_RULES  # if the file does not specify it
+COMPOSES = {"qwen2", "qwen35"}  # brings text into NFC, as the models' own tokenizers do; llama.cpp does not
 
 
 def name_rule(pre_tokenizer: Mapping[str, Any]) -> str | None:

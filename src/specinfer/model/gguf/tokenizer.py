@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from specinfer.model.gguf.header import GgufError, GgufHeader
-from specinfer.model.gguf.split_rules import ADDS_BOS, DEFAULT, IGNORES_MERGES, SPLITS
+from specinfer.model.gguf.split_rules import ADDS_BOS, COMPOSES, DEFAULT, IGNORES_MERGES, SPLITS
 from specinfer.model.gguf.vocabulary import token_id, tokens_of, types_of, values_of
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,8 @@ def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
         if left in vocabulary and right in vocabulary and left + right in vocabulary:
             merges.append((left, right))
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule in IGNORES_MERGES))
+    if rule in COMPOSES:
+        tokenizer.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(one), "isolated") for one in SPLITS[rule]]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
