@@ -176,8 +176,8 @@ def test_tools_are_described_to_a_template_without_them() -> None:
     assert both.startswith("<|im_start|>system\nBe brief.\n\nYou may call functions")
     picky = _reader("{% if messages[0].role == 'system' %}{{ raise_exception('none!') }}{% endif %}" + PLAIN)
     assert _text(picky, [USER], tools=TOOLS).startswith("<|im_start|>user\nYou may call functions")
-    with pytest.raises(RequestError, match=r"^messages: the chat template refuses them: none!"):
-        picky.read_chat([{"role": "system", "content": "a"}, USER], tools=TOOLS)
+    both = _text(picky, [{"role": "system", "content": "Be brief."}, USER], tools=TOOLS)
+    assert both.startswith("<|im_start|>user\nBe brief.\n\nYou may call functions")
 
 
 def test_of_several_templates_the_one_for_tools_is_taken() -> None:
@@ -212,9 +212,9 @@ def test_plain_keywords_that_the_template_mentions_are_taken() -> None:
 @pytest.mark.parametrize(
     "kwargs",
     [{name: "x"} for name in ("tokenize", "chat_template", "messages", "tools", "add_generation_prompt", "documents",
-                              "continue_final_message", "eos_token", "raise_exception", "unheard_of", "loop", "_x", "")]
-    + [{"enable_thinking": value} for value in ([], {}, "x" * 2000)] + [{f"a{i}": 1 for i in range(50)}, 3, {3: 3}],
-    ids=repr,
+                              "continue_final_message", "eos_token", "raise_exception", "loop", "_x")]
+    + [{"enable_thinking": "x" * 20_000}, {"enable_thinking": {3}}, {f"a{i}": 1 for i in range(50)}, 3, {3: 3}],
+    ids=lambda kwargs: repr(kwargs)[:40],
 )  # fmt: skip
 def test_other_keywords_are_refused(kwargs: Any) -> None:
     with pytest.raises(RequestError, match=r"^chat_template_kwargs: "):
@@ -230,42 +230,20 @@ def test_other_keywords_are_refused(kwargs: Any) -> None:
         ({}, r"\.role"),
         ({"role": "wizard", "content": "a"}, r"\.role"),
         ({"role": ["user"], "content": "a"}, r"\.role"),
-        ({"role": "user"}, r"\.content"),
-        ({"role": "user", "content": None}, r"\.content"),
         ({"role": "user", "content": 3}, r"\.content"),
-        ({"role": "user", "content": {"type": "text", "text": "a"}}, r"\.content"),
-        ({"role": "user", "content": ["a"]}, r"\.content\[0\]\.type"),
-        ({"role": "user", "content": [{"type": "text"}]}, r"\.content\[0\]\.text"),
+        ({"role": "user", "content": [{}]}, r"\.content\[0\]\.type"),
+        ({"role": "user", "content": [{"type": "text", "text": 3}]}, r"\.content\[0\]\.text"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}, r".*fetched"),
         ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, r"\.content\[0\]\.type"),
         ({"role": "user", "content": [{"type": "file", "file": {}}]}, r"\.content\[0\]\.type"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}] * 2000}, r"\.content: 2000"),
-        ({"role": "user", "content": "a", "name": 3}, r"\.name"),
         ({"role": "user", "content": "a", "images": ["x"]}, r"\.images"),
-        ({"role": "user", "content": "a", "tool_calls": CALLING["tool_calls"]}, r"\.tool_calls"),
         ({"role": "assistant", "tool_calls": {}}, r"\.tool_calls"),
         ({"role": "assistant", "tool_calls": [3]}, r"\.tool_calls\[0\]"),
         ({"role": "assistant", "tool_calls": CALLING["tool_calls"] * 200}, r"\.tool_calls"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}, r"\.tool_calls\[0\]\.function\.name"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, r".*\.arguments"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 99_999}}]},
-            r".*\.arguments",
-        ),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}, r".*\.arguments"),
-        (
-            {
-                "role": "assistant",
-                "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' * 300 + "1" + "}" * 300}}],
-            },
-            r".*\.arguments: nested",
-        ),
-        ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, r"\.audio"),
-        (
-            {"role": "assistant", "function_call": {"name": "f"}, "tool_calls": CALLING["tool_calls"]},
-            r"\.function_call",
-        ),
-        ({"role": "tool", "content": "a", "tool_call_id": 3}, r"\.tool_call_id"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {3}}}]}, r".*\.arguments"),
+        ({"role": "tool", "content": {3}}, r"\.content"),
     ],
 )
 def test_messages_are_refused_by_place(message: Any, place: str) -> None:

@@ -150,6 +150,10 @@ class PromptReader:
             template_kwargs=template_kwargs,
         )
 
+    def unread_kwargs(self, given: Mapping[str, Any] | None, *, with_tools: bool = False) -> list[str]:
+        """Return the names of `template_kwargs` that the chat template does not read."""
+        return self._local.chat.unread_kwargs(given or {}, with_tools=with_tools)
+
     def reasoning_of(self, ids: Sequence[int]) -> Reasoning | None:
         """Return the thought of the outputs of a rendered conversation, or None for a model that does not think."""
         return self._local.chat.formats.reasoning(self.chat_template, ids)
@@ -317,12 +321,10 @@ class PromptReader:
                 raise RequestError(
                     f"prompt: key {unknown[0]!r} is not known; use prompt or prompt_token_ids, and cache_salt"
                 )
-            given = prompt.get("prompt", "")
+            given = prompt.get("prompt")
             if "prompt_token_ids" in prompt:
                 return self._ids(prompt["prompt_token_ids"])
         if isinstance(given, str):
-            if not given:
-                raise RequestError("prompt: empty; give at least one character, or one token id")
             if self._tokenizer is None:
                 raise RequestError("prompt: this model has no tokenizer; give token ids")
             self._limits.check_characters(len(given), "prompt")

@@ -1,7 +1,8 @@
 """Messages of a conversation, checked and converted to the form that chat templates read.
 
-Contents become text, and arguments of calls become objects. For a template without tools, the tools are written into
-the system message, and calls and results into message texts, in the format of Hermes.
+Contents become text, and arguments of calls become objects. What templates have no place for is left out. For one
+without tools, the tools are written into the system message, and calls and results into message texts, in the format
+of Hermes.
 """
 
 import hashlib
@@ -20,8 +21,12 @@ _MAX_PARTS = 1024
 MAX_CALLS = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-_TEXTS = ("name", "refusal", "tool_call_id", "reasoning_content", "reasoning")
-_IGNORED = ("annotations", "id", "status", "type", "phase")  # fields of an answer that a client sends back
+_THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
+# Parts of tools' results that a note replaces. In other messages they are refused: the answer would be about nothing.
+_MEDIA = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file", "input_file")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of an answer's thoughts; the first one counts
+_READ = {"role", "content", "tool_calls", "function_call", "name", "refusal", "tool_call_id", *THOUGHTS}
+_OF_ANSWERS = {"annotations", "audio", "id", "phase", "status", "type"}  # fields of answers, which clients send back
 _MAX_DEPTH = 100
 _SHORT_ID = 9
 _TOLD = """You may call functions to help with the user's request. The functions, as JSON:
@@ -53,22 +58,21 @@ def read_messages(messages: Any, *, has_developer: bool, call_format: CallFormat
     if len(messages) > MAX_MESSAGES:
         raise RequestError(f"messages: {len(messages)} are too many; send at most {MAX_MESSAGES}")
     read = [_read_message(f"messages[{i}]", message, call_format) for i, message in enumerate(messages)]
+    waiting: list[str] = []
     for message in read:
         if message["role"] == "developer" and not has_developer:
             message["role"] = "system"
-        elif message["role"] == "function":
+        elif message["role"] in ("tool", "function"):
             message["role"] = "tool"
+            message.setdefault("tool_call_id", waiting[0] if waiting else _call_id("call_0", call_format))
+            waiting = waiting[1:]
+        elif "tool_calls" in message:
+            waiting = [call["id"] for call in message["tool_calls"]]
     return read
 
 
-def add_tools(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, as_system: bool = True
-) -> list[Message]:
-    """Return a conversation for a template that does not know tools.
-
-    Args:
-        as_system: Whether the template accepts a system message; if not, the tools are put into the first message.
-    """
+def add_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[Message]:
+    """Return a conversation for a template that does not know tools."""
     result = [_as_user(message) for message in messages]
     if not tools:
         return result
@@ -76,10 +80,8 @@ def add_tools(
     first = result[0]
     if first["role"] == "system":
         result[0] = first | {"content": f"{first['content']}\n\n{text}".lstrip()}
-    elif as_system:
-        result.insert(0, {"role": "system", "content": text})
     else:
-        result[0] = first | {"content": f"{text}\n\n{first['content']}"}
+        result.insert(0, {"role": "system", "content": text})
     return result
 
 
@@ -91,12 +93,16 @@ def as_written(message: Message, call_format: CallFormat) -> Message:
     if call_format.writes_calls and call_format.is_native:
         if not call_format.has_text_arguments:
             return message
-        texts = [one | {"arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
+        texts = [one | {"arguments": _as_text(one["arguments"])} for one in functions]
         calls = zip(message["tool_calls"], texts, strict=True)
         return message | {"tool_calls": [call | {"function": function} for call, function in calls]}
     text = written_calls(call_format, [(one["name"], one["arguments"]) for one in functions])
     content = f"{message['content']}\n{text}" if message["content"] else text
     return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
+
+
+def _as_text(arguments: Mapping[str, Any] | str) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _as_user(message: Message) -> Message:
@@ -106,95 +112,141 @@ def _as_user(message: Message) -> Message:
     return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
 
 
+def unread_keys(messages: Any) -> list[str]:
+    """Return the names in messages that have no meaning here."""
+    given = {key for message in messages for key, value in message.items() if value is not None}
+    return sorted(map(str, given - _READ - _OF_ANSWERS))
+
+
 def _read_message(field: str, given: Any, call_format: CallFormat) -> Message:
     if not isinstance(given, Mapping):
         raise RequestError(f"{field}: must be an object with role and content, not {given!r:.60}")
     role = given.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{field}.role: use {', '.join(_ROLES)}, not {role!r:.60}")
-    known = {"role", "content", "tool_calls", "function_call", *_TEXTS, *_IGNORED}
-    if unknown := sorted(str(key) for key, value in given.items() if value is not None and key not in known):
-        raise RequestError(f"{field}.{unknown[0]:.60}: is not known; leave it out")
-    message: Message = {"role": role, "content": _read_content(f"{field}.content", given.get("content"))}
-    for key in _TEXTS:
-        if given.get(key) is not None:
-            if not isinstance(given[key], str):
-                raise RequestError(f"{field}.{key}: must be text, not {given[key]!r:.60}")
-            message[key] = given[key]
-    if not message["content"] and "refusal" in message:
-        message["content"] = message["refusal"]
-    message.pop("refusal", None)
-    calls = _read_calls(field, given, call_format)
-    if calls and role != "assistant":
-        raise RequestError(f"{field}.tool_calls: only messages of the assistant have calls, not {role!r}")
-    if calls:
+    if given.get("images"):
+        raise RequestError(f"{field}.images: only text is served; leave it out")
+    content, thoughts = _read_content(f"{field}.content", given.get("content"), role)
+    message: Message = {"role": role, "content": content}
+    thoughts = next((text for key in THOUGHTS if (text := _text(given.get(key)))), thoughts)
+    if thoughts and role == "assistant":
+        message[THOUGHTS[0]] = thoughts
+    if not content:
+        message["content"] = _text(given.get("refusal"))
+    if name := _text(given.get("name")):
+        message["name"] = name
+    if isinstance(given.get("tool_call_id"), (str, int)):
+        message["tool_call_id"] = _call_id(str(given["tool_call_id"]), call_format)
+    if role == "assistant" and (calls := _read_calls(field, given, call_format)):
         message["tool_calls"] = calls
-    if given.get("content") is None and not calls and role not in ("assistant", "function"):
-        raise RequestError(f"{field}.content: is missing; give text")
-    if "tool_call_id" in message:
-        message["tool_call_id"] = _call_id(message["tool_call_id"], call_format)
     return message
 
 
-def _read_content(field: str, content: Any) -> str:
-    """Return text, or joined parts of text."""
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _read_content(field: str, content: Any, role: str) -> tuple[str, str]:
+    """Return a text and thoughts, both joined from parts if there are any. Results that are no parts become JSON."""
+    is_result = role in ("tool", "function")
     if content is None:
-        return ""
+        return "", ""
     if isinstance(content, str):
-        return content
-    if not isinstance(content, (list, tuple)):
+        return content, ""
+    parts = [content] if isinstance(content, Mapping) else content
+    if is_result and not (isinstance(parts, (list, tuple)) and all(map(_is_part, parts))):
+        return _json(field, content), ""
+    if not isinstance(parts, (list, tuple)):
         raise RequestError(f"{field}: must be text or a list of text parts, not {content!r:.60}")
-    if len(content) > _MAX_PARTS:
-        raise RequestError(f"{field}: {len(content)} parts are too many; send at most {_MAX_PARTS}")
-    texts = []
-    for i, part in enumerate(content):
+    if len(parts) > _MAX_PARTS:
+        raise RequestError(f"{field}: {len(parts)} parts are too many; send at most {_MAX_PARTS}")
+    texts, thoughts = list[str](), list[str]()
+    for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-            raise RequestError(f"{field}[{i}].type: only text is served, not {kind!r:.60}; nothing is fetched")
+        if kind in _THOUGHT_PARTS and isinstance(part, Mapping):
+            (thoughts if role == "assistant" else texts).append(_thought(part))
+        else:
+            texts.append(_read_part(f"{field}[{i}]", part, is_result=is_result))
+    return "\n".join(texts), "\n".join(filter(None, thoughts))
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, Mapping) and (isinstance(value.get("type"), str) or isinstance(value.get("text"), str))
+    )
+
+
+def _read_part(field: str, part: Any, *, is_result: bool) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") or "text" if _is_part(part) else None
+    if isinstance(kind, str) and kind in _TEXT_PARTS:
         text = part.get(_TEXT_PARTS[kind])
-        if not isinstance(text, str):
-            raise RequestError(f"{field}[{i}].{_TEXT_PARTS[kind]}: must be text, not {text!r:.60}")
-        texts.append(text)
-    return "\n".join(texts)
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"{field}.{_TEXT_PARTS[kind]}: must be text, not {text!r:.60}")
+        return text or ""
+    if is_result:
+        return f"({kind} left out: only text is served)" if kind in _MEDIA else _json(field, part)
+    raise RequestError(f"{field}.type: only text is served, not {kind!r:.60}; nothing is fetched")
+
+
+def _thought(part: Mapping[str, Any]) -> str:
+    """Return the text of a thought, which is in one of several places, whole or in parts."""
+    given = next((part[key] for key in ("thinking", "text", "reasoning", "content", "summary") if part.get(key)), "")
+    pieces = given if isinstance(given, (list, tuple)) else [given]
+    return "\n".join(_text(piece.get("text")) if isinstance(piece, Mapping) else _text(piece) for piece in pieces)
 
 
 def _read_calls(field: str, given: Mapping[str, Any], call_format: CallFormat) -> list[Message]:
     calls = given.get("tool_calls")
-    if given.get("function_call") is not None:
-        if calls:
-            raise RequestError(f"{field}.function_call: cannot be combined with tool_calls; leave it out")
-        calls = [{"id": "call_0", "type": "function", "function": given["function_call"]}]
+    if not calls and given.get("function_call") is not None:
+        calls = [{"function": given["function_call"]}]
     if calls is None:
         return []
     if not isinstance(calls, (list, tuple)) or len(calls) > MAX_CALLS:
         raise RequestError(f"{field}.tool_calls: must be a list of at most {MAX_CALLS} calls")
-    return [_read_call(f"{field}.tool_calls[{i}]", call, call_format) for i, call in enumerate(calls)]
+    return [_read_call(f"{field}.tool_calls[{i}]", i, call, call_format) for i, call in enumerate(calls)]
 
 
-def _read_call(field: str, call: Any, call_format: CallFormat) -> Message:
+def _read_call(field: str, i: int, call: Any, call_format: CallFormat) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or call.get("type", "function") != "function":
-        raise RequestError(f'{field}: must have type "function", and function with name and arguments')
-    name, call_id = function.get("name"), call.get("id", "call_0")
+    if function is None and isinstance(call, Mapping) and isinstance(custom := call.get("custom"), Mapping):
+        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input") or ""}}
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{field}: must have function with name and arguments, not {call!r:.60}")
+    name, call_id = function.get("name"), call.get("id")
     if not isinstance(name, str) or not name:
         raise RequestError(f"{field}.function.name: must be text, not {name!r:.60}")
-    if not isinstance(call_id, str):
-        raise RequestError(f"{field}.id: must be text, not {call_id!r:.60}")
-    arguments = function.get("arguments", "")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{field}.function.arguments: is not valid JSON: {error}") from error
-    if _depth_of(arguments) > _MAX_DEPTH:
-        raise RequestError(f"{field}.function.arguments: nested too deeply; have at most {_MAX_DEPTH} levels")
-    if not isinstance(arguments, Mapping):
-        raise RequestError(f"{field}.function.arguments: must be the JSON text of an object, not {arguments!r:.60}")
+    given_id = str(call_id) if isinstance(call_id, (str, int)) else f"call_{i}"
+    arguments = _read_arguments(f"{field}.function.arguments", function.get("arguments"))
     return {
-        "id": _call_id(call_id, call_format),
+        "id": _call_id(given_id, call_format),
         "type": "function",
-        "function": {"name": name, "arguments": dict(arguments)},
+        "function": {"name": name, "arguments": arguments},
     }
+
+
+def _read_arguments(field: str, given: Any) -> dict[str, Any] | str:
+    """Return the object that arguments are, or their text: a call may have been cut off, or be no JSON at all."""
+    found = given
+    if isinstance(given, str):
+        try:
+            found = json.loads(given) if given.strip() else None
+            json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate may be in an escape
+        except (ValueError, RecursionError):
+            return given
+    if isinstance(found, Mapping) and _depth_of(found) <= _MAX_DEPTH:
+        return dict(found)
+    if found is None:
+        return {}
+    return given if isinstance(given, str) else _json(field, given)
+
+
+def _json(field: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{field}: must be text or JSON: {error}") from error
 
 
 def _call_id(call_id: str, call_format: CallFormat) -> str:

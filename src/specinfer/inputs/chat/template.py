@@ -5,8 +5,9 @@ else is put into it before rendering. The rendered text is split at that charact
 one, so no tokenizer can join them. Other conversations are encoded as a whole, exactly as `apply_chat_template` does.
 """
 
+import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,8 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError
 from specinfer.core.config import AUTO
 from specinfer.core.errors import RequestError, first_line
 from specinfer.inputs.chat.control_tokens import ControlTokens
-from specinfer.inputs.chat.messages import Message, add_tools, as_written, read_messages
+from specinfer.inputs.chat.forms import forms_of, system_texts
+from specinfer.inputs.chat.messages import THOUGHTS, Message, add_tools, as_written, read_messages
 from specinfer.inputs.chat.output_formats import OutputFormats
 from specinfer.inputs.chat.special_tokens import SpecialToken
 from specinfer.inputs.prompt_limits import PromptLimits
@@ -24,7 +26,7 @@ from specinfer.inputs.prompt_limits import PromptLimits
 logger = logging.getLogger(__name__)
 _BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: these characters have no meaning in text
 _MAX_KWARGS = 32
-_MAX_KWARG_CHARACTERS = 1_000
+_MAX_KWARG_CHARACTERS = 16_384
 # Names that the renderer or any template uses, whether this template mentions them or not.
 _REFUSED_KWARGS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "cycler", "dict", "documents",
@@ -32,16 +34,20 @@ _REFUSED_KWARGS = {
     "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "self", "strftime_now",
     "tokenize", "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
-_ALWAYS_KWARGS = {"enable_thinking"}  # clients send it to every model
 
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """Facts about a template's code: its names, its literal texts joined, and the tokens that only it may write."""
+    """Facts about a template's code: its names, its literal texts joined, and the tokens that only it may write.
+
+    Attributes:
+        thoughts: The names under which it reads the thoughts of a message.
+    """
 
     names: frozenset[str]
     literals: str
     control: ControlTokens
+    thoughts: tuple[str, ...]
 
 
 class ChatTemplate:
@@ -112,28 +118,35 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message: the last message cannot go on and be followed; choose one")
         try:
-            code = self._codes.get(text) or self._codes.setdefault(text, self._read_code(text))
+            code = self._code_of(text)
         except ValueError as error:
             raise RequestError(f"messages: this model's {error}") from error
         call_format = self.formats.calls(text)
         options: dict[str, Any] = {
             "chat_template": text,
             "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
             **self._checked(template_kwargs, code),
         }
         has_developer = "developer" in code.literals
         given = read_messages(messages, has_developer=has_developer, call_format=call_format)
         conversation = [as_written(message, call_format) for message in given]
+        for message in conversation:
+            if thoughts := message.pop(THOUGHTS[0], ""):
+                message |= dict.fromkeys(code.thoughts, thoughts)
         if call_format.is_native:
-            return self._encode(conversation, options | {"tools": list(tools) if tools else None}, code)
-        try:
-            return self._encode(add_tools(conversation, tools), options, code)
-        except RequestError:
-            if not tools or conversation[0]["role"] == "system":
-                raise
-        # Some templates do not accept a system message.
-        return self._encode(add_tools(conversation, tools, as_system=False), options, code)
+            options["tools"] = list(tools) if tools else None
+        else:
+            conversation = add_tools(conversation, tools)
+        forms = forms_of(conversation, needs_objects=not call_format.has_text_arguments)
+        return self._encode(conversation, forms, options, code, goes_on=continue_final_message)
+
+    def unread_kwargs(self, given: Mapping[str, Any], *, with_tools: bool) -> list[str]:
+        """Return the names of keywords that the template does not read."""
+        text = self.text(with_tools=with_tools)
+        return [] if text is None else sorted(given.keys() - self._code_of(text).names)
+
+    def _code_of(self, text: str) -> _Code:
+        return self._codes.get(text) or self._codes.setdefault(text, self._read_code(text))
 
     def _read_code(self, text: str) -> _Code:
         try:
@@ -141,11 +154,13 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"chat_template cannot be read: {first_line(error)}") from error
         literals = "\0".join(value for _, kind, value in tokens if kind in ("data", "string"))
+        names = frozenset(value for _, kind, value in tokens if kind == "name")
+        quoted = {value[1:-1] for _, kind, value in tokens if kind == "string"}
         normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
         control = ControlTokens(
             self._added_tokens.values(), literals, None if normalizer is None else normalizer.normalize_str
         )
-        return _Code(frozenset(value for _, kind, value in tokens if kind == "name"), literals, control)
+        return _Code(names, literals, control, tuple(name for name in THOUGHTS if name in names | quoted))
 
     @cached_property
     def special_tokens(self) -> dict[str, SpecialToken]:
@@ -157,38 +172,45 @@ class ChatTemplate:
         return getattr(self._tokenizer, "added_tokens_decoder", {})
 
     def _checked(self, given: Mapping[str, Any] | None, code: _Code) -> dict[str, Any]:
-        """Return the keywords for the template, after checking that they are plain values for names in its code."""
+        """Return the keywords that the template reads, after checking that their values are short."""
         if given is None:
             return {}
         if not isinstance(given, Mapping) or len(given) > _MAX_KWARGS:
             raise RequestError(f"chat_template_kwargs: must be an object with at most {_MAX_KWARGS} names")
         taken = _REFUSED_KWARGS | set(self._tokenizer.special_tokens_map)
-        for name, value in given.items():
-            is_known = name in code.names or name in _ALWAYS_KWARGS
-            if not isinstance(name, str) or name in taken or name.startswith("_") or not is_known:
-                raise RequestError(
-                    f"chat_template_kwargs: {name!r:.60} is not a variable of this template; leave it out"
-                )
-            is_plain = value is None or isinstance(value, (bool, int, float, str))
-            if not is_plain or (isinstance(value, str) and len(value) > _MAX_KWARG_CHARACTERS):
-                raise RequestError(f"chat_template_kwargs: {name} must be a short text, a number, true or false")
-        return dict(given)
+        for name in given:
+            if not isinstance(name, str) or name in taken or name.startswith("_"):
+                raise RequestError(f"chat_template_kwargs: {name!r:.60} is not for requests to set; leave it out")
+        read = {name: value for name, value in given.items() if name in code.names}
+        try:
+            length = len(json.dumps(read))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"chat_template_kwargs: must be JSON: {error}") from error
+        if length > _MAX_KWARG_CHARACTERS:
+            raise RequestError(f"chat_template_kwargs: {length} characters are too many; send {_MAX_KWARG_CHARACTERS}")
+        return read
 
     # ----------------------------------------------------------------------------------- encoding
 
-    def _encode(self, conversation: list[Message], options: dict[str, Any], code: _Code) -> list[int]:
+    def _encode(
+        self,
+        conversation: Sequence[Message],
+        forms: Iterable[list[Message]],
+        options: dict[str, Any],
+        code: _Code,
+        *,
+        goes_on: bool,
+    ) -> list[int]:
         given = {key: value for key, value in options.items() if key != "chat_template"}
         texts = list(_texts([conversation, given]))
         self._limits.check_characters(sum(map(len, texts)), "messages")
-        mark = _break_for(texts)
-        broken = [
-            code.control.broken(message, mark, is_data=message["role"] in ("user", "tool")) for message in conversation
-        ]
+        mark, end = _breaks_for(texts)
         options = options | code.control.broken(given, mark)
-        try:
-            rendered = self._tokenizer.apply_chat_template(broken, tokenize=False, **options)
-        except Exception as error:  # templates are programs and may raise anything
-            raise RequestError(f"messages: the chat template refuses them: {first_line(error)}") from error
+        wanted = [str(code.control.broken(text, mark, is_data=False)).strip() for text in system_texts(conversation)]
+        broken = (
+            [code.control.broken(one, mark, is_data=one["role"] in ("user", "tool")) for one in form] for form in forms
+        )
+        rendered = self._rendered(broken, options, wanted, end if goes_on else "")
         self._limits.check_characters(len(rendered), "messages")
         first, *others = rendered.split(mark)
         try:
@@ -199,6 +221,49 @@ class ChatTemplate:
             raise RequestError("messages: a text is not valid Unicode (a lone surrogate); mend its decoding") from error
         return ids
 
+    def _rendered(
+        self, forms: Iterable[list[Message]], options: dict[str, Any], wanted: Sequence[str], end: str
+    ) -> str:
+        """Return the text of the first form of a conversation that the template takes, with all texts that are wanted.
+
+        If there is none, it is the first one that the template takes.
+
+        Raises:
+            RequestError: It takes no form.
+        """
+        rendered, refusal, last = list[str](), None, None
+        for form in forms:
+            if form == last:
+                continue
+            last = list(form)
+            try:
+                rendered.append(self._render(form, options, end))
+            except RequestError as error:
+                refusal = refusal or error
+            else:
+                if all(text in rendered[-1] for text in wanted):
+                    return rendered[-1]
+        if not rendered:
+            assert refusal is not None
+            raise refusal
+        return rendered[0]
+
+    def _render(self, messages: list[Message], options: dict[str, Any], end: str) -> str:
+        """Return the text of messages, up to `end` after the last one if it is a character."""
+        if end:  # the space shows whether the template trims the message
+            messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}{end} "}
+        try:
+            rendered = str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except Exception as error:  # templates are programs and may raise anything
+            raise RequestError(f"messages: the chat template refuses them: {first_line(error)}") from error
+        if not end:
+            return rendered
+        before, found, after = rendered.rpartition(end)
+        if not found:
+            raise RequestError("continue_final_message: the chat template leaves the last message out")
+        content = messages[-1]["content"].removesuffix(f"{end} ")
+        return before if after.startswith(" ") else before.removesuffix(content[len(content.rstrip()) :])
+
     def _encode_text(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, verbose=False, add_special_tokens=False)  # type: ignore[no-any-return]
 
@@ -208,13 +273,14 @@ class ChatTemplate:
         return ids[len(before) :] if ids[: len(before)] == before else self._encode_text(text)
 
 
-def _break_for(texts: Sequence[str]) -> str:
-    """Return a character that is in none of the texts."""
+def _breaks_for(texts: Sequence[str]) -> tuple[str, str]:
+    """Return two characters that are in none of the texts."""
     used = set().union(*texts)
-    found = next((char for char in map(chr, _BREAKS) if char not in used), None)
-    if found is None:
-        raise RequestError("messages: hold every character of Unicode's private use; leave some out")
-    return found
+    unused = (char for char in map(chr, _BREAKS) if char not in used)
+    try:
+        return next(unused), next(unused)
+    except StopIteration:
+        raise RequestError("messages: hold every character of Unicode's private use; leave some out") from None
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -17,8 +17,8 @@ from specinfer.inputs.formats.calls import (
 )
 
 
-def written_calls(style: CallFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Return calls, each a name and its arguments, as a model of this format writes them."""
+def written_calls(style: CallFormat, calls: Sequence[tuple[str, Mapping[str, Any] | str]]) -> str:
+    """Return calls, each a name and its arguments, as a model of this format writes them; text stays as it is."""
     texts = [
         "".join(_written_part(part, name, arguments, i) for part in style.call)
         for i, (name, arguments) in enumerate(calls)
@@ -27,13 +27,15 @@ def written_calls(style: CallFormat, calls: Sequence[tuple[str, Mapping[str, Any
     return "".join(style.begin) + between.join(texts) + "".join(style.end)
 
 
-def _written_part(part: Part, name: str, arguments: Mapping[str, Any], number: int) -> str:
+def _written_part(part: Part, name: str, arguments: Mapping[str, Any] | str, number: int) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Name):
         return json.dumps(name) if part.is_quoted else name
     if isinstance(part, (CallNumber, Label)):
         return f'"{number}"' if isinstance(part, Label) and part.is_quoted else str(number)
+    if isinstance(arguments, str):
+        return arguments
     if isinstance(part, JsonArguments):
         return json.dumps(arguments, ensure_ascii=False)
     if isinstance(part, TaggedArguments):
