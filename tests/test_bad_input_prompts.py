@@ -196,15 +196,13 @@ def test_18_many_names_of_which_one_is_repeated(server: Attacked) -> None:
 @pytest.mark.parametrize(
     ("path", "field"), [(TEXT, None), (CHAT, "stream_options"), ("/v1/messages", None), ("/api/chat", "options")]
 )
-def test_18_names_that_are_not_known_are_compared_with_few_known_ones(
-    server: Attacked, path: str, field: str | None
-) -> None:
-    """Each is compared with every known one, in the event loop; hundreds of thousands fit into a body."""
+def test_18_very_many_names_that_are_not_known_take_no_time(server: Attacked, path: str, field: str | None) -> None:
+    """They are looked at in the event loop; hundreds of thousands fit into a body."""
     names = {f"k{i}": 1 for i in range(15_000)}
     body: dict[str, Any] = {"prompt": "a"} if path == TEXT else {"messages": [{"role": "user", "content": "a"}]}
     body |= {"model": "demo", "max_tokens": 4, "stream": True} | (names if field is None else {field: names})
     start = time.process_time()
-    server.beside(Attack(body, 400, "more than 64 names are not known", path))
+    server.beside(Attack(body, 200, "", path))
     assert time.process_time() - start < 2
 
 

@@ -528,7 +528,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([[]], "prompt: empty"),
     ({"prompt": ""}, "prompt: empty"),
     ({"prompt_token_ids": []}, "prompt: empty"),
-    ({}, "prompt: empty"),
+    ({}, NO_LIST),
     ("\u4e16", "prompt: empty"),  # no token of this vocabulary
     ([[5, VOCAB]], rf"prompt: token id {VOCAB} is not in the vocabulary of {VOCAB} tokens"),
     ([[5, -1]], "prompt: token id -1 is not in the vocabulary"),

@@ -21,7 +21,7 @@ NO_INT: list[Any] = [NAN, INF, 1.5, 1.0, "1", True, [1], 2**70 * 1.0]
 REFUSED: dict[str, list[Any]] = {
     "n": [*NO_INT, None, 0, -1, 129, 10**30],
     "temperature": [*NO_FLOAT, -0.1, -1e-9, 100.1],
-    "top_p": [*NO_FLOAT, 0.0, -0.5, 1.0001],
+    "top_p": [*NO_FLOAT, -0.5, 1.0001],
     "top_k": [*NO_INT, None, -2],
     "min_p": [*NO_FLOAT, -0.1, 1.1],
     "presence_penalty": [*NO_FLOAT, -2.1, 2.1],
@@ -29,14 +29,14 @@ REFUSED: dict[str, list[Any]] = {
     "repetition_penalty": [*NO_FLOAT, 0.0, 1e-40, 0.0099, -1.0, 100.5],
     "logit_bias": [{-1: 0.0}, {True: 0.0}, {1.5: 0.0}, {"x": 0.0}, {"-1": 0.0}, {3: NAN}, {3: 100.5}, {3: "1"}],
     "allowed_token_ids": [[], [-1], [True], [1.0], ["1"], [3, None]],
-    "seed": [*NO_INT, -1, 2**63],
-    "stop": ["", [""], ["a", ""], [1], [None], b"x"],
+    "seed": [*NO_INT, 2**63, -(2**63) - 1],
+    "stop": [[1], [None], b"x"],
     "stop_token_ids": [[-1], [False], [2.0], ["1"]],
     "max_tokens": [*NO_INT, 0, -1, -(10**30)],
     "min_tokens": [*NO_INT, None, -1, 17],  # max_tokens is 16
     "logprobs": [*NO_INT, -1, MAX_LOGPROBS + 1],
     "prompt_logprobs": [*NO_INT, -1, MAX_LOGPROBS + 1],
-    "bad_words": ["a", [""], [1], [None], {"a": 1}],
+    "bad_words": ["a", [1], [None], {"a": 1}],
     "tree": ["", "0", "1,x", "best-first", "9999", 3],
     "slo": [3, {}, {"ttft": 0}, {"tpot": -1.0}, {"tpot": True}, {"ttft": NAN}, {"e2el": 5}, "ttft", "tpot:x"],
     "prediction": [[-1], [True], [1.0], ["a"], {"a": 1}, b"x"],
@@ -102,10 +102,29 @@ def test_none_is_as_if_left_out(field: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "seed"), [(0, 0), (7, 7), (-1, None), (None, None), (-2, 2**63 - 2), (2**63 - 1, 2**63 - 1)]
+)
+def test_a_seed_may_be_negative_and_minus_one_is_none(given: int | None, seed: int | None) -> None:
+    assert SamplingParams(seed=given).seed == seed
+
+
+def test_no_nucleus_is_greedy() -> None:
+    params = SamplingParams(top_p=0, temperature=0.7)
+    assert params.is_plain_greedy
+    assert not params.truncates
+    assert dataclasses.replace(params, n=2).is_greedy
+
+
+def test_empty_texts_are_left_out() -> None:
+    assert SamplingParams(stop="").stop_strings == SamplingParams(stop=["", ""]).stop_strings == ()
+    assert SamplingParams(stop=["a", ""], bad_words=["", "b"]) == SamplingParams(stop=["a"], bad_words=["b"])
+
+
+@pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"temperature": -1.0}, r"temperature must be from 0 to 100, not -1"),
-        ({"top_p": 0}, r"top_p must be above 0 and at most 1, not 0"),
+        ({"top_p": -1}, r"top_p must be from 0 to 1, not -1"),
         ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens must be from 0 to 4, not 5"),
         ({"max_tokens": 0}, r"max_tokens must be at least 1, not 0"),
         ({"n": 2.0}, r"n must be a whole number, not 2.0"),

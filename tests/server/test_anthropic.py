@@ -16,7 +16,7 @@ from specinfer.core.outputs import TextChunk
 from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server import pending_response
 from specinfer.server.anthropic_blocks import MessageBlocks
-from specinfer.server.protocol import IGNORED_HEADER
+from specinfer.server.field_checks import IGNORED_HEADER
 from tiny import make_request
 
 USER = {"role": "user", "content": "Hi."}

@@ -11,6 +11,7 @@ import pytest
 
 from serving import events_of, served
 from specinfer import LLM, SamplingParams
+from specinfer.server.field_checks import IGNORED_HEADER
 from tiny import save_model, save_tokenizer
 
 MESSAGES = [{"role": "system", "content": "say little"}, {"role": "user", "content": "hello"}]
@@ -201,7 +202,7 @@ def test_a_format_is_kept_to(llm: LLM) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"min_tokens": 10**6}, "min_tokens"),
-        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": "five"}, "max_tokens"),
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
@@ -235,3 +236,57 @@ def test_the_last_message_can_be_gone_on_with(tmp_path: Path) -> None:
     )
     prompts = [llm.tokenizer.decode(answer.json()["prompt_token_ids"]) for answer in (new, goes_on, effort)]
     assert prompts == ["user, hi\nassistant, ", "user, hi\nassistant, the th", "user, hi\nassistant, low"]
+
+
+CUT = {"role": "assistant", "content": None, "tool_calls": [
+    {"id": None, "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ro'}}
+]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [MESSAGES[1], CUT, {"role": "tool", "tool_call_id": None, "content": {"degrees": 20}}],
+        [MESSAGES[1], MESSAGES[0], MESSAGES[1]],
+        [*MESSAGES, {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, "Yes."]}, MESSAGES[1]],
+        [{"role": "user", "content": ["a", {"text": "b"}]}],
+    ],
+    ids=range(4),
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_histories_of_any_client_are_served(llm: LLM, messages: list[dict[str, Any]], stream: bool) -> None:
+    plain, with_tools = ask(
+        llm,
+        {"messages": messages, "max_tokens": 3, "stream": stream},
+        {"messages": messages, "max_tokens": 3, "stream": stream, "tools": TOOLS},
+    )
+    assert (plain.status_code, with_tools.status_code) == (200, 200), plain.text + with_tools.text
+    assert IGNORED_HEADER not in plain.headers
+
+
+def test_a_call_that_was_cut_off_comes_back_as_it_was_sent(llm: LLM) -> None:
+    (answer,) = ask(llm, {"tools": TOOLS, "tool_choice": THIS_TOOL, "max_tokens": 24})
+    (choice,) = choices_of(answer)
+    assert choice["finish_reason"] == "length"
+    call = choice["message"]["tool_calls"][0]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["function"]["arguments"])
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "not JSON"}
+    (again,) = ask(llm, {"messages": [*MESSAGES, choice["message"], result], "max_tokens": 3})
+    assert again.status_code == 200, again.text
+    assert IGNORED_HEADER not in again.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_ignored_when_a_conversation_was_read_is_named(llm: LLM, stream: bool) -> None:
+    messages = [MESSAGES[1] | {"timestamp": 5, "cache_control": {}}]
+    kwargs = {"preserve_thinking": True, "add_vision_id": 1}
+    (answer,) = ask(
+        llm,
+        {"messages": messages, "chat_template_kwargs": kwargs, "foo": 1, "max_tokens": 2, "stream": stream},
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[IGNORED_HEADER].split(", ") == [
+        "foo", "messages.cache_control", "messages.timestamp", "chat_template_kwargs.add_vision_id",
+        "chat_template_kwargs.preserve_thinking",
+    ]  # fmt: skip

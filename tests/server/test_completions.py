@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from serving import events_of, served
@@ -17,10 +18,12 @@ from soak import agree
 from specinfer import LLM, AsyncLLM, QueueLimits, SamplingParams
 from specinfer.core.outputs import CompletionOutput, TextChunk
 from specinfer.core.step_trace import StepTrace, TracedNode
+from specinfer.server.field_checks import IGNORED_HEADER
 from specinfer.server.generations import finish_all
 from tiny import save_model, save_tokenizer
 
 TEXT = "the other one and that is the thing of it"
+MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 
 
 @pytest.fixture(scope="module")
@@ -356,7 +359,10 @@ def test_limits_nobody_asked_for_give_way(llm: LLM) -> None:
         ({"model": "other"}, 404, "model"),
         ({"best_of": 2}, 400, "best_of"),
         ({"suffix": "a"}, 400, "suffix"),
-        ({"guided_json": {}}, 400, "guided_json"),
+        ({"guided_json": 5}, 400, "structured_outputs"),
+        ({"guided_json": {}, "guided_regex": "a"}, 400, "structured_outputs"),
+        ({"json_schema": {}, "response_format": {"type": "json_object"}}, 400, "structured_outputs"),
+        ({"grammar": "root ::= ("}, 400, "structured_outputs"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"max_tokens": -1}, 400, "max_tokens"),
         ({"min_tokens": 17}, 400, "min_tokens"),
@@ -365,10 +371,10 @@ def test_limits_nobody_asked_for_give_way(llm: LLM) -> None:
         ({"logprob_token_ids": [96]}, 400, "logprob_token_ids"),
         ({"request_id": "a\nb"}, 400, "request_id"),
         ({"cache_salt": ""}, 400, "cache_salt"),
-        ({"temperature": "1"}, 400, "temperature"),
+        ({"temperature": "hot"}, 400, "temperature"),
         ({"stream": True, "n": 129}, 400, "n"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
-        ({"tools": []}, 400, "tools"),
+        ({"tools": [{}]}, 400, "tools"),
         ({"n": 128, "prompt": ["a"] * 2, "max_tokens": 200, "logprobs": 100}, 400, "logprobs"),
         ({"n": 100, "prompt": [[5] * 200] * 2, "prompt_logprobs": 50}, 400, "prompt_logprobs"),
     ],
@@ -461,11 +467,10 @@ def test_silence_is_filled(llm: LLM) -> None:
 
 
 def test_middles_are_filled_in_by_models_that_know_how(tmp_path: Path) -> None:
-    marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     folder = save_model(tmp_path, "llama", vocab_size=99)
     save_tokenizer(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.save_pretrained(folder)
     llm = LLM(folder, drafters=[])
     body = {"prompt": "the ", "suffix": " end", "max_tokens": 4, "return_token_ids": True, "temperature": 0}
@@ -514,3 +519,98 @@ def test_how_large_a_tree_a_request_may_ask_for(
     else:
         assert answer.status_code == 400
         assert limit in answer.json()["error"]["message"]
+
+
+# ------------------------------------------------------------------------------- as other engines do
+
+BOS = 99
+
+
+def _with_beginning(folder: Path) -> Path:
+    """A model that can fill in the middle, whose tokenizer puts a token before every text."""
+    save_tokenizer(save_model(folder, "llama", vocab_size=BOS + 1))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, "<bos>"]})
+    frame = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    tokenizer.backend_tokenizer.post_processor = frame
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"guided_choice": ["zz", "qq"]}, ("zz", "qq")),
+        ({"guided_regex": "z{3}"}, ("zzz",)),
+        ({"regex": "z{3}"}, ("zzz",)),
+        ({"guided_json": {"type": "null"}}, ("null",)),
+        ({"json_schema": {"type": "null"}}, ("null",)),
+        ({"guided_grammar": 'root ::= "zz"'}, ("zz",)),
+        ({"grammar": 'start: "zz"'}, ("zz",)),
+    ],
+    ids=str,
+)
+def test_constraints_under_the_names_of_other_engines_hold(
+    llm: LLM, fields: dict[str, Any], wanted: Sequence[str]
+) -> None:
+    (answer,) = ask(llm, {"prompt": "a", "max_tokens": 20} | fields)
+    assert answer.json()["choices"][0]["text"] in wanted
+    assert IGNORED_HEADER not in answer.headers
+
+
+def test_an_empty_prompt_is_the_token_that_begins_texts(tmp_path: Path) -> None:
+    llm = LLM(_with_beginning(tmp_path))
+    body = {"max_tokens": 4, "ignore_eos": True, "seed": 3, "return_token_ids": True, "echo": True}
+    one, listed, ids, without, none = ask(
+        llm,
+        body | {"prompt": ""},
+        body | {"prompt": ["", "the"]},
+        body | {"prompt": [BOS]},
+        body | {"prompt": "", "add_special_tokens": False},
+        body | {"prompt": []},
+    )
+    (choice,) = choices_of(one)
+    assert choice["prompt_token_ids"] == [BOS]
+    assert choices_of(listed)[0]["token_ids"] == choices_of(ids)[0]["token_ids"] == choice["token_ids"]
+    assert (without.status_code, none.status_code) == (400, 400)
+    (output,) = llm.generate("", SamplingParams(seed=3, max_tokens=4, ignore_eos=True))
+    assert output.prompt_token_ids == [BOS]
+    assert output.outputs[0].token_ids == choice["token_ids"]
+    (held,) = llm.generate({"prompt": ""}, SamplingParams(max_tokens=1))
+    assert held.prompt_token_ids == [BOS]
+
+
+@pytest.mark.parametrize("prompt", ["the ", ""])
+def test_a_middle_is_filled_in_within_the_tokenizers_frame(tmp_path: Path, prompt: str) -> None:
+    llm = LLM(_with_beginning(tmp_path))
+    body = {"prompt": prompt, "suffix": " end", "max_tokens": 1, "return_token_ids": True}
+    framed, bare = ask(llm, body, body | {"add_special_tokens": False})
+    (choice,), (without,) = choices_of(framed), choices_of(bare)
+    assert choice["prompt_token_ids"] == [BOS, *without["prompt_token_ids"]]
+    assert without["prompt_token_ids"][0] == llm.tokenizer.convert_tokens_to_ids("<|fim_prefix|>")
+
+
+def test_a_stop_token_is_a_part_of_the_text_if_asked_for(llm: LLM) -> None:
+    body = {"prompt": "the", "seed": 5, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    (plain,) = choices_of(ask(llm, body)[0])
+    place = next(i for i, token in enumerate(plain["token_ids"]) if i > 2 and token not in plain["token_ids"][:i])
+    stop = {"stop_token_ids": [plain["token_ids"][place]]}
+    kept = {"include_stop_str_in_output": True}
+    without, including, streamed, whole = ask(
+        llm,
+        body | stop,
+        body | stop | kept,
+        body | stop | kept | {"stream": True},
+        body | {"stop": ["\u20ac\u20ac"]} | kept,
+    )
+    (cut,), (full,) = choices_of(without), choices_of(including)
+    text = llm.tokenizer.decode(plain["token_ids"][: place + 1])
+    assert (cut["text"], full["text"]) == (llm.tokenizer.decode(plain["token_ids"][:place]), text)
+    assert full["stop_reason"] == stop["stop_token_ids"][0]
+    assert "".join(event["choices"][0]["text"] for event in events_of(streamed.text) if event["choices"]) == text
+    assert choices_of(whole)[0]["text"] == plain["text"]
+
+
+def test_parts_of_requests_that_are_ignored_are_named(llm: LLM) -> None:
+    (answer,) = ask(llm, {"prompt": "a", "max_new_tokens": 5, "stream_options": {}})
+    assert answer.headers[IGNORED_HEADER] == "max_new_tokens, stream_options"

@@ -11,8 +11,9 @@ from specinfer import RequestError, SamplingParams
 from specinfer.core.sampling import MAX_LOGPROBS, MAX_SEED
 from specinfer.server import anthropic, ollama
 from specinfer.server.errors import ApiError
+from specinfer.server.field_checks import IGNORED_HEADER, with_ignored
 from specinfer.server.parameters import sampling_params, truncated
-from specinfer.server.protocol import IGNORED_HEADER, ChatFields, CompletionFields
+from specinfer.server.protocol import ChatFields, CompletionFields
 from specinfer.server.responses_fields import Conversation, ResponsesFields
 
 
@@ -32,13 +33,26 @@ SWITCHES = ["stream", "echo", "ignore_eos", "skip_special_tokens", "return_token
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [(name, value) for name in WHOLE for value in ("5", True, 1.5, [1], {})]
-    + [(name, value) for name in NUMBERS for value in ("0.5", True, [0.5])]
+    [(name, value) for name in WHOLE for value in ("five", "", "1.5", "9" * 21, "nan", True, 1.5, [1], {})]
+    + [(name, value) for name in NUMBERS for value in ("half", "", True, [0.5])]
     + [(name, value) for name in SWITCHES for value in ("true", 1, 0, [])],
 )
 def test_values_of_another_type_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValidationError, match=name):
         fields_of(**{name: value})
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_numbers_may_be_text_or_have_a_point(name: str) -> None:
+    assert fields_of(**{name: "5"}) == fields_of(**{name: 5.0}) == fields_of(**{name: "5.0"}) == fields_of(**{name: 5})
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_may_be_text(name: str) -> None:
+    assert fields_of(**{name: "0.5"}) == fields_of(**{name: 0.5})
+    assert fields_of(**{name: "1"}) == fields_of(**{name: 1})
+    with pytest.raises(RequestError, match=name):
+        params_of(**{name: "inf"})
 
 
 @pytest.mark.parametrize(
@@ -84,6 +98,7 @@ def test_of_many_wrong_values_one_is_reported(fields: dict[str, Any]) -> None:
         {"slo": {"e2el": 5}},
         {"slo": "tpot:5"},
         {"stream_options": []},
+        {"stream_options": {"include_usage": 1}, "stream": True},
     ],
 )
 def test_what_is_too_large_or_out_of_shape_is_refused(fields: dict[str, Any]) -> None:
@@ -105,7 +120,6 @@ def test_what_is_too_large_or_out_of_shape_is_refused(fields: dict[str, Any]) ->
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
-        ({"stop": ""}, "stop"),
         ({"stop": ["a" * 1000] * 5}, "stop: 5000 characters are too many; send 4096 at most"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"min_tokens": -1}, "min_tokens"),
@@ -180,23 +194,63 @@ def test_fields_of_vllm_and_our_own_reach_sampling() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["guided_json", "guided_regex", "grammar", "json_schema", "logits_processors", "prompt_embeds", "chat_template",
-     "audio", "web_search_options", "structural_tag", "regex", "use_beam_search"],
+    ["logits_processors", "prompt_embeds", "chat_template", "audio", "web_search_options", "structural_tag",
+     "use_beam_search", "documents"],
 )  # fmt: skip
 def test_what_looks_like_a_promise_is_refused_by_name(name: str) -> None:
     with pytest.raises(ApiError, match=name) as refused:
         fields_of(**{name: {"a": 1}}).check()
     assert (refused.value.status, refused.value.param) == (400, name)
     assert refused.value.code == "unsupported_parameter"
-    assert fields_of(**{name: None}).check() == {}
+    for empty in (None, False, [], ""):
+        assert fields_of(**{name: empty}).check().get(IGNORED_HEADER) == (None if empty is None else name)
 
 
-def test_unknown_fields_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "constraint"),
+    [
+        ("guided_json", {"type": "integer"}, {"json": {"type": "integer"}}),
+        ("guided_json", '{"type": "integer"}', {"json": '{"type": "integer"}'}),
+        ("json_schema", {}, {"json": {}}),
+        ("guided_regex", "[ab]+", {"regex": "[ab]+"}),
+        ("regex", "[ab]+", {"regex": "[ab]+"}),
+        ("guided_choice", ["a", "b"], {"choice": ["a", "b"]}),
+        ("guided_grammar", 'start: "a"', {"grammar": 'start: "a"'}),
+        ("grammar", 'start: "a"', {"grammar": 'start: "a"'}),
+        ("guided_json_object", True, {"json_object": True}),
+        ("guided_json_object", False, None),
+        ("guided_json", None, None),
+    ],
+)
+def test_constraints_under_other_names_are_served(name: str, value: Any, constraint: dict[str, Any] | None) -> None:
+    fields = fields_of(**{name: value})
+    assert fields.check() == {}
+    assert fields.constraints == constraint
+    both = fields_of(**{name: value}, structured_outputs={"choice": ["x"]}).constraints
+    assert both == (constraint or {}) | {"choice": ["x"]}
+
+
+def test_unknown_fields_are_ignored_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"foo_once": 1, "bar_once": [], "user": "me", "metadata": {}, "store": True, "service_tier": "auto"}
     with caplog.at_level(logging.WARNING):
-        headers = fields_of(foo=1, bar=[], user="me", metadata={}, store=True, service_tier="auto").check()
-    assert headers == {IGNORED_HEADER: "bar, foo"}
-    assert "bar, foo" in caplog.text
+        for _ in range(3):
+            assert fields_of(**given).check() == {IGNORED_HEADER: "bar_once, foo_once"}
+        assert fields_of(bar_once=1, third_once=1).check() == {IGNORED_HEADER: "bar_once, third_once"}
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["bar_once, foo_once", "third_once"]
     assert fields_of(user="me").check() == {}
+
+
+def test_the_log_and_the_header_have_a_limited_number_of_names(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specinfer.server.field_checks._logged", set())
+    with caplog.at_level(logging.WARNING):
+        headers = with_ignored({IGNORED_HEADER: "a, b"}, [f"k{i}" for i in range(15_000)])
+        with_ignored({}, ["one more"])
+    assert headers == {IGNORED_HEADER: "a, b, " + ", ".join(f"k{i}" for i in range(14))}
+    assert len(caplog.records) == 1
+    assert "k1023" in caplog.text
+    assert "k1024" not in caplog.text
 
 
 def test_names_of_ignored_fields_cannot_break_a_header() -> None:
@@ -204,12 +258,17 @@ def test_names_of_ignored_fields_cannot_break_a_header() -> None:
     assert headers[IGNORED_HEADER] == "x" * 64 + ", ?"
 
 
-@pytest.mark.parametrize(
-    "fields", [{"stream_options": {"include_usage": True}}, {"prompt_logprobs": 1, "stream": True}]
-)
-def test_fields_that_do_not_go_together(fields: dict[str, Any]) -> None:
-    with pytest.raises(ApiError, match=next(iter(fields))):
-        fields_of(**fields).check()
+def test_fields_that_do_not_go_together() -> None:
+    with pytest.raises(ApiError, match="prompt_logprobs"):
+        fields_of(prompt_logprobs=1, stream=True).check()
+
+
+@pytest.mark.parametrize("stream", [None, False])
+def test_options_of_a_stream_without_a_stream_are_ignored(stream: bool | None) -> None:
+    for options in ({}, {"include_usage": True}):
+        assert fields_of(stream=stream, stream_options=options).check() == {IGNORED_HEADER: "stream_options"}
+    assert fields_of(stream=True, stream_options={}).check() == {}
+    assert fields_of(stream_options=None).check() == {}
 
 
 def test_truncation_keeps_the_end_or_the_start() -> None:
@@ -226,31 +285,26 @@ def test_truncation_keeps_the_end_or_the_start() -> None:
     assert kept(-1, 100, 2) == ids
     with pytest.raises(RequestError, match="truncate_prompt_tokens"):
         kept(0, 100, None)
+    assert kept(-1, 8, 8) == kept(-1, 8, 10**9) == ids[-7:]
     auto = ResponsesFields.model_validate({"input": "a", "truncation": "auto"})
     assert truncated(ids, auto, 8, 2) == ids[-6:]
 
 
 @pytest.mark.parametrize(
-    ("name", "likely"),
-    [("max_token", "max_tokens"), ("temperatures", "temperature"), ("top-p", "top_p"), ("stops", "stop"),
-     ("stream_option", "stream_options"), ("maxTokens", "max_tokens"), ("max_new_tokens", "max_tokens"),
-     ("repeat_penalty", "repetition_penalty")],
+    "name",
+    ["top_a", "typical_p", "length_penalty", "top_logprobs", "messages", "cache_prompt", "max_token", "temperatures",
+     "top-p", "stops", "maxTokens", "max_new_tokens", "repeat_penalty", "presence_penalty_range", "stop_token",
+     "guided_decoding_backend", "guided_whitespace_pattern"],
 )  # fmt: skip
-def test_misspelt_fields_are_refused_with_the_likely_name(name: str, likely: str) -> None:
-    with pytest.raises(ApiError, match=f"did you mean {likely}") as refused:
-        fields_of(**{name: 1}).check()
-    assert (refused.value.status, refused.value.param) == (400, name)
+def test_other_unknown_fields_are_ignored(name: str) -> None:
+    """A name that resembles a known one may be one of another engine."""
+    assert fields_of(**{name: 1}).check() == {IGNORED_HEADER: name}
     assert fields_of(**{name: None}).check() == {}
 
 
-def test_misspelt_stream_options_are_refused() -> None:
-    with pytest.raises(ApiError, match=r"stream_options\.include_usages.*did you mean stream_options\.include_usage"):
-        fields_of(stream=True, stream_options={"include_usages": True}).check()
-
-
-@pytest.mark.parametrize("name", ["top_a", "typical_p", "length_penalty", "top_logprobs", "messages", "cache_prompt"])
-def test_other_unknown_fields_are_ignored(name: str) -> None:
-    assert fields_of(**{name: 1}).check() == {IGNORED_HEADER: name}
+def test_unknown_options_of_a_stream_are_ignored() -> None:
+    headers = fields_of(stream=True, stream_options={"include_usages": True, "include_usage": True}).check()
+    assert headers == {IGNORED_HEADER: "stream_options.include_usages"}
 
 
 def test_messages_are_required() -> None:

@@ -15,8 +15,8 @@ from serving import served_on_port
 from specinfer import LLM
 from specinfer.core.outputs import TextChunk
 from specinfer.inputs.formats.parser import OutputDelta
+from specinfer.server.field_checks import IGNORED_HEADER
 from specinfer.server.ollama_pieces import Pieces
-from specinfer.server.protocol import IGNORED_HEADER
 from tiny import make_request
 
 USER = {"role": "user", "content": "Hi."}

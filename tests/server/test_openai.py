@@ -180,7 +180,7 @@ def test_parsed_answers(client: openai.OpenAI) -> None:
         ({"model": "other"}, openai.NotFoundError, "model_not_found"),
         ({"temperature": 3000.0}, openai.BadRequestError, "invalid_value"),
         ({"prompt": [5] * 10**4}, openai.BadRequestError, "context_length_exceeded"),
-        ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "unsupported_parameter"),
+        ({"extra_body": {"prompt_embeds": "AAAA"}}, openai.BadRequestError, "unsupported_parameter"),
     ],
 )
 def test_refusals_are_the_clients_exceptions(

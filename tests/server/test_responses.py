@@ -489,7 +489,7 @@ def test_a_failure_in_mid_stream_is_an_event(llm: LLM, monkeypatch: pytest.Monke
         ({"input": [{"role": "assistant", "content": "a", "tool_calls": [3]}]}, "input", 400),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", 400),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/"}]}]}, "input", 400),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{", "call_id": "a"}]}, "input", 400),
+        ({"input": [{"type": "function_call", "name": 5, "arguments": "{", "call_id": "a"}]}, "input", 400),
         ({"input": "a", "instructions": 3}, "instructions", 400),
         ({"input": "a", "model": "other"}, "model", 404),
         ({"input": "a", "background": True}, "background", 400),
@@ -529,12 +529,12 @@ def test_places_in_the_input_are_reported_as_the_client_counts_them(llm: LLM) ->
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-        {"type": "function_call", "call_id": "d", "name": "f", "arguments": "[]"},
+        {"type": "function_call", "call_id": "d", "name": 5, "arguments": "{}"},
     ]
     first, second = post(
         llm,
         {"input": items, "instructions": "Be brief."},
         {"input": [items[0], {"role": "user", "content": [{"type": "input_file"}]}], "instructions": "Be brief."},
     )
-    assert first.json()["error"]["message"].startswith("input[3].arguments: ")
+    assert first.json()["error"]["message"].startswith("input[3].name: ")
     assert second.json()["error"]["message"].startswith("input[1].content[0].type: ")

@@ -187,6 +187,8 @@ class Request:
         is_complete = self.grammar is not None and self.grammar.is_finished
         may_stop = self.num_output >= self.params.min_tokens
         if may_stop and token in self.params.stop_tokens:
+            if self.text is not None and self.params.include_stop_str_in_output:
+                self.text.push(token, may_stop=False)
             self.finish(FinishReason.STOP, token)
         elif (may_stop or is_complete) and token in self.eos_token_ids and not self.params.ignore_eos:
             self.finish(FinishReason.STOP)

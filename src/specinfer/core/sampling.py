@@ -62,7 +62,7 @@ class SamplingParams:
     Attributes:
         n: Number of outputs to generate for the prompt.
         temperature: Softmax temperature; 0 is greedy.
-        top_p: Keep the smallest set of tokens whose probabilities sum to at least this.
+        top_p: Keep the smallest set of tokens whose probabilities sum to at least this; 0 is greedy, as temperature 0.
         top_k: Keep the k most probable tokens; 0 or -1 keeps all.
         min_p: Drop tokens less probable than this fraction of the most probable one.
         presence_penalty: Subtracted from the logit of each token already in the output.
@@ -72,9 +72,9 @@ class SamplingParams:
         allowed_token_ids: The only tokens that can be emitted, or None for all.
         seed: Under coupled and target-only verification, and greedy, the output is a function of the prompt, the
             parameters and this number. Under multi-step and traversal verification it also depends on the draft tokens:
-            on the drafters, the tree and what they have learned.
+            on the drafters, the tree and what they have learned. None and -1 leave the choice to the engine.
         stop: Strings that end the output; they are not part of the text unless asked for. They do not
-            count in a thought.
+            count in a thought. Empty ones are left out.
         stop_token_ids: Tokens that end the output.
         max_tokens: Maximum number of tokens to generate; None continues to the end of the context.
         min_tokens: Number of tokens before which no end-of-text or stop token is emitted.
@@ -91,7 +91,7 @@ class SamplingParams:
         slo: Latency targets: an `SLO`, or a dict of its fields; they affect only the order and the speed. None is the
             engine's.
         skip_special_tokens: Leave special tokens out of the text.
-        include_stop_str_in_output: Keep the stop string in the text.
+        include_stop_str_in_output: Keep the stop string, or the text of the stop token, in the text.
         output_kind: What `AsyncLLM.generate` yields; it has no effect elsewhere.
 
     Raises:
@@ -135,14 +135,18 @@ class SamplingParams:
     def _check_numbers(self) -> None:
         check_int("n", self.n, 1, 128)
         check_float("temperature", self.temperature, 0.0, 100.0)
-        check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        check_float("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            object.__setattr__(self, "temperature", 0.0)
+            object.__setattr__(self, "top_p", 1.0)
         check_int("top_k", self.top_k, -1, None)
         check_float("min_p", self.min_p, 0.0, 1.0)
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
-            check_int("seed", self.seed, 0, MAX_SEED)
+            check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+            object.__setattr__(self, "seed", None if self.seed == -1 else self.seed & MAX_SEED)
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 1, None)
         check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
@@ -160,9 +164,9 @@ class SamplingParams:
 
     def _check_sets(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else as_tuple("stop", self.stop)
-        if not all(isinstance(stop, str) and stop for stop in stops):
-            raise ValueError("stop must hold non-empty strings; leave an empty one out")
-        object.__setattr__(self, "stop", stops)
+        if not all(isinstance(stop, str) for stop in stops):
+            raise ValueError(f"stop must be text or a list of texts, not {self.stop!r:.60}")
+        object.__setattr__(self, "stop", tuple(filter(None, stops)))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logprob_token_ids", _token_ids("logprob_token_ids", self.logprob_token_ids))
         if len(self.scored_tokens) > MAX_LOGPROB_TOKEN_IDS:
@@ -190,8 +194,9 @@ class SamplingParams:
 
     def _check_texts(self) -> None:
         object.__setattr__(self, "bad_words", as_tuple("bad_words", self.bad_words))
-        if not all(isinstance(word, str) and word for word in self.bad_words or ()):
-            raise ValueError("bad_words must hold non-empty strings; leave an empty one out")
+        if not all(isinstance(word, str) for word in self.bad_words or ()):
+            raise ValueError(f"bad_words must be a list of texts, not {self.bad_words!r:.60}")
+        object.__setattr__(self, "bad_words", tuple(filter(None, self.bad_words or ())))
         if self.prediction is not None and not isinstance(self.prediction, str):
             object.__setattr__(self, "prediction", _token_ids("prediction", self.prediction))
         if not isinstance(self.output_kind, RequestOutputKind):

@@ -21,7 +21,7 @@ from specinfer.server.chat import queue_conversation, read_conversation
 from specinfer.server.disconnect import until_disconnect
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
-from specinfer.server.protocol import USE_CHAT, ChatFields, Objects, Text, as_fields, check_single
+from specinfer.server.protocol import USE_CHAT, ChatFields, Float, Int, Objects, Text, as_fields, check_single
 from specinfer.server.responses_fields import Conversation
 from specinfer.server.state import state_of
 
@@ -98,11 +98,11 @@ class CountFields(BaseModel):
 class MessagesFields(CountFields):
     """The body of a request to /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=0)]
+    max_tokens: Annotated[Int, Field(ge=0)]
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
+    top_k: Int | None = None
 
 
 @router.post("/v1/messages", responses=RESPONSES)
@@ -153,7 +153,7 @@ async def _begin(call: Call, chat: ChatFields, conversation: Conversation, field
         thinks=read.plan.reasoning is not None,
         omits_thoughts=(fields.thinking or {}).get("display") == "omitted",
     )
-    return ItemsResponse(chat, generation, blocks, read.plan.parser())
+    return ItemsResponse(chat, generation, blocks, read.plan.parser(), read.ignored)
 
 
 def _named(error: RequestError, conversation: Conversation) -> RequestError:

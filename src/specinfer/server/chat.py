@@ -11,6 +11,7 @@ from specinfer.core.errors import RequestError
 from specinfer.core.outputs import TextChunk
 from specinfer.core.sampling import SamplingParams
 from specinfer.generation import Generation
+from specinfer.inputs.chat.messages import unread_keys
 from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.llm import LLM
 from specinfer.server.call import Call
@@ -39,7 +40,7 @@ async def create_chat_completion(fields: ChatFields, request: Request) -> Respon
 def _check(fields: ChatFields) -> None:
     if fields.modalities is not None and fields.modalities != ["text"]:
         raise ApiError(400, 'modalities: only ["text"] is served', param="modalities", code="unsupported_parameter")
-    if fields.top_logprobs is not None and not fields.logprobs:
+    if fields.top_logprobs and not fields.logprobs:
         raise RequestError("top_logprobs: only with logprobs set to true")
     if fields.tools and fields.functions:
         raise RequestError("functions: give either tools or functions")
@@ -53,11 +54,12 @@ def _check(fields: ChatFields) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReadConversation:
-    """A conversation as the engine takes it, and the plan for parsing tool calls in its response."""
+    """A conversation as the engine takes it, the plan for parsing its response, and names of what was ignored in it."""
 
     ids: list[int]
     params: SamplingParams
     plan: ToolPlan
+    ignored: Sequence[str] = ()
 
 
 async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
@@ -97,6 +99,7 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
         texts=texts,
         once=once,
         returns_progress=bool(fields.return_progress),
+        ignored=read.ignored,
     )
 
 
@@ -137,7 +140,7 @@ def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
         special_tokens=reader.special_tokens,
     )
     kwargs = template_kwargs(fields, reader.chat_template or "")
-    asked = structured_outputs_of(fields.response_format, fields.structured_outputs)
+    asked = structured_outputs_of(fields.response_format, fields.constraints)
     params = sampling_params(
         fields,
         llm.target.loaded.sampling_defaults,
@@ -157,7 +160,10 @@ def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
         template_kwargs=kwargs or None,
     )
     plan = plan.thinking(reader.reasoning_of(ids))
-    return ReadConversation(truncated(ids, fields, llm.max_model_len, fields.token_limit), params, plan)
+    unread = reader.unread_kwargs(kwargs, with_tools=bool(plan.tools_for_template))
+    ignored = [f"messages.{name}" for name in unread_keys(fields.messages)]
+    ignored += [f"chat_template_kwargs.{name}" for name in unread]
+    return ReadConversation(truncated(ids, fields, llm.max_model_len, fields.token_limit), params, plan, ignored)
 
 
 @dataclass(slots=True)

@@ -68,7 +68,7 @@ def read_prompt(llm: LLM, prompt: str | list[int], fields: CompletionFields, par
         special = fields.add_special_tokens is not False
         side: Literal["start", "end"] = "start" if fields.truncation_side == "right" else "end"
         keeps = None if fields.prompt_limit is None else side
-        ids = llm.reader.encode(text, add_special_tokens=special, keeps=keeps) if text else []
+        ids = llm.reader.encode(text, add_special_tokens=special, keeps=keeps)
     else:
         ids = list(prompt)  # type: ignore[arg-type]  # not text, so ids
     kept = truncated(ids, fields, llm.max_model_len, params.max_tokens)
@@ -83,7 +83,7 @@ def _infilled(llm: LLM, text: str | None, fields: CompletionFields) -> list[int]
     if llm.tokenizer is None:
         raise RequestError("suffix: this model has no tokenizer; leave it out")
     assert fields.suffix is not None
-    return infill_ids(llm.tokenizer, lambda t: llm.reader.encode(t, add_special_tokens=False), text, fields.suffix)
+    return infill_ids(llm.tokenizer, llm.reader, text, fields.suffix, has_frame=fields.add_special_tokens is not False)
 
 
 def _echo(llm: LLM, text: str | None, ids: Sequence[int], params: SamplingParams) -> Echo:

@@ -91,7 +91,7 @@ def completion_params(fields: CompletionFields, llm: LLM, max_tokens: int | None
         max_tokens=1 if fields.hides_output else max_tokens,  # the engine generates at least one token
         logprobs=fields.logprobs,
         prompt_logprobs=max((count for count in (fields.prompt_logprobs, echoed) if count is not None), default=None),
-        structured_outputs=structured_outputs_of(fields.response_format, fields.structured_outputs),
+        structured_outputs=structured_outputs_of(fields.response_format, fields.constraints),
     )
 
 

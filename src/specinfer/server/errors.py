@@ -30,11 +30,7 @@ class ErrorResponse(BaseModel):
 
 
 class ApiError(Exception):
-    """An error with the HTTP status and headers that answer it.
-
-    Attributes:
-        context: The lengths of a prompt that does not fit into the context, for APIs with a sentence of their own.
-    """
+    """An error with the HTTP status and headers that answer it."""
 
     def __init__(
         self,
@@ -45,10 +41,8 @@ class ApiError(Exception):
         param: str | None = None,
         code: str = "invalid_value",
         headers: Mapping[str, str] | None = None,
-        context: ContextLengthError | None = None,
     ) -> None:
         super().__init__(message)
-        self.context = context
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
         self.headers = dict(headers or {})
 
@@ -87,7 +81,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, (RequestError, ValueError)):
         named = re.match(r"([a-z_]+)[\s:\[.]", str(error))
         if isinstance(error, ContextLengthError):
-            return ApiError(400, str(error), param=error.field, code="context_length_exceeded", context=error)
+            return ApiError(400, str(error), param=error.field, code="context_length_exceeded")
         return ApiError(400, str(error), param=named[1] if named else None)
     return ApiError(
         500,

@@ -1,15 +1,17 @@
-"""Fields of requests that have no effect here, are refused, or are misspelt."""
+"""Fields of requests that have no effect here or are refused, and the header that names those that are ignored."""
 
-import difflib
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from pydantic import BeforeValidator
 
-from specinfer.server.errors import ApiError
-
-_MAX_UNKNOWN = 64  # each takes a tenth of a millisecond to compare
-_SIMILARITY = 0.81  # the least at which an unknown name is a misspelt one: refuses max_new_tokens, but not top_a
+logger = logging.getLogger(__name__)
+IGNORED_HEADER = "X-SpecInfer-Ignored-Fields"
+_MAX_SHOWN, _MAX_LOGGED = 16, 1024  # names: of a response, and of a process, because clients make them up
+_MAX_DIGITS = 20  # of a number as text
+_logged: set[str] = set()
 
 # Fields that are accepted and have no effect here.
 HARMLESS = {
@@ -23,29 +25,25 @@ REFUSED = {
     "audio": "only text is served",
     "chat_template": "templates come with the model or from the operator",
     "documents": "put their text into a message",
-    "ebnf": "use structured_outputs.grammar, in Lark's notation",
     "format": "use response_format",
     "function_call": "use /v1/chat/completions",
     "functions": "use /v1/chat/completions",
-    "grammar": "use structured_outputs.grammar, in Lark's notation",
-    "guided_choice": "use structured_outputs.choice",
-    "guided_decoding_backend": "use structured_outputs",
-    "guided_grammar": "use structured_outputs.grammar, in Lark's notation",
-    "guided_json": "use structured_outputs.json, or response_format",
-    "guided_json_object": "use response_format",
-    "guided_regex": "use structured_outputs.regex",
-    "guided_whitespace_pattern": "use structured_outputs.regex",
-    "json_schema": "use response_format",
     "kv_transfer_params": "leave it out",
     "logits_processors": "use logit_bias, bad_words or structured_outputs",
     "prompt_embeds": "send text or token ids",
-    "regex": "use structured_outputs.regex",
     "structural_tag": "use tools or structured_outputs.grammar",
     "tool_choice": "use /v1/chat/completions",
     "tools": "use /v1/chat/completions",
     "use_beam_search": "leave it out",
     "web_search_options": "nothing is searched",
 }
+
+# Older and other engines' names of `structured_outputs`' keys.
+CONSTRAINTS = {
+    "ebnf": "grammar", "grammar": "grammar", "guided_choice": "choice", "guided_grammar": "grammar",
+    "guided_json": "json", "guided_json_object": "json_object", "guided_regex": "regex", "json_schema": "json",
+    "regex": "regex",
+}  # fmt: skip
 
 
 def few(limit: int) -> BeforeValidator:
@@ -59,21 +57,23 @@ def few(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def check_spelling(unknown: Iterable[str], known: Iterable[str], prefix: str = "") -> None:
-    """Refuse the first unknown name that resembles a known one.
+def as_number(given: Any) -> Any:
+    """Return the number that a text is, and a whole one as an integer; anything else stays as it is."""
+    if isinstance(given, str) and len(given) <= _MAX_DIGITS:
+        try:
+            given = int(given)
+        except ValueError:
+            with suppress(ValueError):
+                given = float(given)
+    return int(given) if isinstance(given, float) and given.is_integer() else given
 
-    Raises:
-        ApiError: A name is misspelt, and the message has the likely one; or there are too many names to compare.
-    """
-    names = set(known)
-    for i, name in enumerate(unknown):
-        if i == _MAX_UNKNOWN:
-            place = prefix.rstrip(".") or "body"
-            message = f"{place}: more than {i} names are not known, {name!r:.64} among them; leave them out"
-            raise ApiError(400, message, param=prefix + name[:64], code="unknown_field")
-        plain = name[:64].lower().replace("-", "_")
-        if likely := difflib.get_close_matches(plain, names, 1, _SIMILARITY):
-            field = prefix + name[:64]
-            raise ApiError(
-                400, f"{field}: is not known; did you mean {prefix}{likely[0]}?", param=field, code="unknown_field"
-            )
+
+def with_ignored(headers: Mapping[str, str], ignored: Iterable[str]) -> dict[str, str]:
+    """Return headers that also name what was ignored. The log has each name once."""
+    names = [name[:64].encode("ascii", "replace").decode() for name in ignored if name.isprintable()]
+    fresh = [name for name in dict.fromkeys(names) if name not in _logged][: _MAX_LOGGED - len(_logged)]
+    if fresh:
+        _logged.update(fresh)
+        logger.warning("fields that are not known are ignored: %s", ", ".join(fresh))
+    shown = [*filter(None, headers.get(IGNORED_HEADER, "").split(", ")), *names][:_MAX_SHOWN]
+    return dict(headers) | ({IGNORED_HEADER: ", ".join(shown)} if shown else {})

@@ -1,9 +1,10 @@
 """Filling in the middle: prompts with a prefix and a suffix, for models trained on such prompts."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from specinfer.core.errors import RequestError
+from specinfer.inputs.prompts import PromptReader
 
 _PREFIX, _SUFFIX = object(), object()  # placeholders for the two texts among a model's special tokens
 _FORMS: tuple[tuple[object, ...], ...] = (
@@ -22,19 +23,26 @@ def can_infill(tokens: Container[str]) -> bool:
     return any(all(part in tokens for part in form if isinstance(part, str)) for form in _FORMS)
 
 
-def infill_ids(tokenizer: Any, encode: Callable[[str], list[int]], prefix: str, suffix: str) -> list[int]:
+def infill_ids(tokenizer: Any, reader: PromptReader, prefix: str, suffix: str, *, has_frame: bool) -> list[int]:
     """Return a prompt after which the model generates the text between a prefix and a suffix.
 
     Args:
-        encode: Returns the token ids of a text, without special tokens around it.
+        has_frame: Whether the tokens come first that the tokenizer puts before any text.
 
     Raises:
-        RequestError: The model's tokenizer has no tokens for this.
+        RequestError: The model's tokenizer has no tokens for this, or a text cannot be read.
     """
+
+    def encode(text: str) -> list[int]:
+        return reader.encode(text, add_special_tokens=False)
+
     for form in _FORMS:
         marks = {part: _id_of(tokenizer, part) for part in form if isinstance(part, str)}
         if None not in marks.values():
-            return _filled(form, marks, encode(prefix), encode(suffix))
+            frame = reader.encode("a") if has_frame else []
+            first = encode("a")[:1]
+            before = frame[: frame.index(first[0])] if first and first[0] in frame else []
+            return before + _filled(form, marks, encode(prefix), encode(suffix))
     raise RequestError("suffix: this model has no tokens for filling in the middle; leave it out")
 
 

@@ -39,7 +39,7 @@ REFUSALS = frozenset({
     "method_not_allowed", "invalid_api_key", "insufficient_permissions", "invalid_host", "invalid_origin",
     "request_too_large", "headers_too_large", "unsupported_media_type", "request_timeout", "queue_full",
     "engine_unavailable", "loading", "shutting_down", "too_many_connections", "internal_error",
-    "unsupported_parameter", "rate_limit_exceeded", "unknown_field", "client_closed_request", "generation_failed",
+    "unsupported_parameter", "rate_limit_exceeded", "client_closed_request", "generation_failed",
     "timeout",
 })  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from specinfer.core.errors import RequestError, reworded
 from specinfer.inputs.chat.messages import MAX_CALLS, MAX_MESSAGES
@@ -24,7 +24,17 @@ from specinfer.server.newest_messages import read_newest
 from specinfer.server.ollama_pieces import Pieces, now
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
-from specinfer.server.protocol import ChatFields, CompletionFields, Count, Objects, Text, as_fields, check_single
+from specinfer.server.protocol import (
+    ChatFields,
+    CompletionFields,
+    Count,
+    Float,
+    Int,
+    Objects,
+    Text,
+    as_fields,
+    check_single,
+)
 from specinfer.server.state import state_of
 from specinfer.server.tools import ToolPlan
 
@@ -48,28 +58,21 @@ _NAMES = {
 }
 
 
-def _whole(given: Any) -> Any:
-    return int(given) if isinstance(given, float) and given.is_integer() else given
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]  # Ollama takes 5.0 for 5
-
-
 class Options(BaseModel):
     """The `options` of a request. Those about the loading of models have no effect."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
-    temperature: float | None = None
-    top_k: Whole | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: Whole | None = None
-    num_predict: Whole | None = None
+    temperature: Float | None = None
+    top_k: Int | None = None
+    top_p: Float | None = None
+    min_p: Float | None = None
+    seed: Int | None = None
+    num_predict: Int | None = None
     stop: Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    repeat_penalty: Float | None = None
+    presence_penalty: Float | None = None
+    frequency_penalty: Float | None = None
 
     def as_fields(self) -> dict[str, Any]:
         """Return the options as fields of the completion endpoints."""
@@ -205,7 +208,7 @@ async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | Completio
     found, generation = await queue_conversation(call, read, named)
     texts = await TokenTexts.of(engine) if fields.logprobs else None
     items = Pieces(fields.model or call.model, kind, generation, texts, fields.top_logprobs or 0)
-    return ItemsResponse(asked, generation, items, found.plan.parser())
+    return ItemsResponse(asked, generation, items, found.plan.parser(), found.ignored)
 
 
 def _refusal(name: str, remedy: str) -> ApiError:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specinfer.core.errors import RequestError
-from specinfer.core.sampling import MAX_SEED, SamplingParams
+from specinfer.core.sampling import SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.server.protocol import Prediction, SharedFields
 
@@ -45,7 +45,7 @@ def sampling_params(
     try:
         params = SamplingParams(
             **asked,
-            seed=_seed(fields.seed),
+            seed=fields.seed,
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -60,11 +60,6 @@ def sampling_params(
     if (length := sum(map(len, params.stop_strings))) > _MAX_STOP:
         raise RequestError(f"stop: {length} characters are too many; send {_MAX_STOP} at most")
     return params
-
-
-def _seed(asked: int | None) -> int | None:
-    """Return a seed that is not negative, as OpenAI allows negative ones; -1 stands for no seed, as elsewhere."""
-    return None if asked in (None, -1) else asked & MAX_SEED
 
 
 def prediction_text(prediction: Prediction) -> str:

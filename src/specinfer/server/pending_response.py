@@ -24,6 +24,7 @@ from specinfer.server.custom_tools import Parser
 from specinfer.server.dialect import Event, dialect_of, to_json
 from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import ApiError, as_api_error
+from specinfer.server.field_checks import with_ignored
 from specinfer.server.generations import chunks_of, close_all, finish_all
 from specinfer.server.logprobs import TokenTexts
 from specinfer.server.protocol import SharedFields
@@ -63,6 +64,11 @@ class PendingResponse(Protocol):
 
     @property
     def fields(self) -> SharedFields: ...
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        """Names of what was ignored when the prompt was read; the header of ignored fields has them, too."""
+        ...
 
     async def whole(self) -> bytes:
         """Return the response as JSON, once it is complete.
@@ -106,6 +112,7 @@ class ChoicesResponse:
     once: Callable[[], dict[str, Any]] = dict
     hides_output: bool = False
     returns_progress: bool = False
+    ignored: Sequence[str] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     def close(self) -> None:
@@ -233,6 +240,7 @@ class ItemsResponse:
     generation: Generation
     items: Items
     parser: Parser
+    ignored: Sequence[str] = ()
 
     def close(self) -> None:
         self.generation.close()
@@ -290,6 +298,7 @@ async def respond(
         work: Reads and queues the request. It runs before the response starts, so its errors get their own status code.
     """
     pending = await until_disconnect(request, work)
+    headers = with_ignored(headers, pending.ignored)
     if pending.fields.stream:
         dialect = dialect_of(route_path(request.scope))
         return EventStream(pending.events(state_of(request).config), pending.close, headers, dialect)

@@ -1,37 +1,34 @@
-"""The fields of completion requests: OpenAI's, vLLM's and SpecInfer's own. Types are strict; null means the default.
+"""The fields of completion requests: OpenAI's, vLLM's and SpecInfer's own. Null means the default.
 
 `SamplingParams` checks the numbers. This module checks what JSON adds: types, and how many items may be sent. Unknown
-fields are ignored with a warning, except misspelt ones and fields whose sender would rely on them: these are refused by
-name.
+fields are ignored and named in a header, except those whose sender would rely on them: these are refused by name.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from specinfer.core.sampling import MAX_LOGPROBS
 from specinfer.server.errors import ApiError
-from specinfer.server.field_checks import HARMLESS, REFUSED, check_spelling, few
+from specinfer.server.field_checks import CONSTRAINTS, HARMLESS, REFUSED, as_number, few, with_ignored
 from specinfer.server.tools import left_out_tools
 
-logger = logging.getLogger(__name__)
 _STRICT = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
-IGNORED_HEADER = "X-SpecInfer-Ignored-Fields"
 
+Int = Annotated[int, BeforeValidator(as_number)]
+Float = Annotated[float, BeforeValidator(as_number)]
 Text = Annotated[str, Field(max_length=1024)]
 # Lists fail at their first wrong entry: to report every wrong entry of a long list takes minutes.
 TokenIds = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 FewTokenIds = Annotated[list[int], Field(max_length=1024, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=10_000, fail_fast=True)]
-Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Count = Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)]
 Label = Annotated[str, Field(max_length=256)]
 # The names of the budget of a thought: vLLM's, llama.cpp's, and those of services.
 ThinkingBudget = Annotated[
-    Annotated[int, Field(ge=-1)] | None,
+    Annotated[Int, Field(ge=-1)] | None,
     Field(
         validation_alias=AliasChoices(
             "thinking_token_budget", "thinking_budget_tokens", "thinking_budget", "max_thinking_tokens",
@@ -68,14 +65,14 @@ class SLOFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    ttft: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    tpot: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    ttft: Annotated[Float, Field(gt=0, allow_inf_nan=False)] | None = None
+    tpot: Annotated[Float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
 class Prediction(BaseModel):
     """A predicted output: text that the output is likely to resemble."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = _STRICT
 
     type: Literal["content"]
     content: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})]
@@ -88,26 +85,26 @@ class SharedFields(BaseModel):
     prompt_field: ClassVar[str] = "prompt"  # the field that a prompt which is too long came from
 
     model: str | None = None
-    n: int | None = None
+    n: Int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stream_interval: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    stream_interval: Annotated[Int, Field(ge=1, le=1 << 20)] | None = None
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
+    top_k: Int | None = None
+    min_p: Float | None = None
+    presence_penalty: Float | None = None
+    frequency_penalty: Float | None = None
+    repetition_penalty: Float | None = None
     logit_bias: Annotated[dict[str, float], few(1024)] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[Label], Field(max_length=256, fail_fast=True)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Int, Field(ge=-(2**63), lt=2**63)] | None = None
 
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
+    min_tokens: Int | None = None
     stop: Annotated[
         Text | Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None,
         WithJsonSchema({"anyOf": [*_STRINGS, {"type": "null"}]}),
@@ -127,10 +124,10 @@ class SharedFields(BaseModel):
     return_tokens_as_token_ids: bool | None = None
 
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    truncate_prompt_tokens: Annotated[Int, Field(ge=-1, le=2**31)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     cache_salt: Label | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] | None = None
     request_id: Label | None = None
     speculative: SpeculativeFields | None = None
     slo: SLOFields | None = None
@@ -145,25 +142,24 @@ class SharedFields(BaseModel):
         Raises:
             ApiError: A field is not supported, or needs another field that is missing.
         """
-        unknown = self.model_extra or {}
+        unknown = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         for name, value in unknown.items():
-            if name in REFUSED and value not in (None, False):
+            if name in REFUSED and value not in (False, [], ""):
                 raise ApiError(400, f"{name}: not supported; {REFUSED[name]}", param=name, code="unsupported_parameter")
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options: only with stream; leave it out", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs: not in a stream; leave one of them out", param="prompt_logprobs")
-        ignored = sorted(name for name, value in unknown.items() if name not in HARMLESS and value is not None)
-        check_spelling((name for name in ignored if name not in _fields_of_any()), type(self).model_fields)
+        ignored = sorted(name for name in unknown if name not in HARMLESS and name not in CONSTRAINTS)
         if self.stream_options is not None:
-            given = self.stream_options.model_extra or ()
-            check_spelling(given, StreamOptions.model_fields, "stream_options.")
-        ignored += left_out
-        if not ignored:
-            return {}
-        shown = [name[:64].encode("ascii", "replace").decode() for name in ignored[:16] if name.isprintable()]
-        logger.warning("fields that are not known were ignored: %s", ", ".join(shown))
-        return {IGNORED_HEADER: ", ".join(shown)}
+            ignored += [f"stream_options.{name}" for name in self.stream_options.model_extra or ()]
+            ignored += [] if self.stream else ["stream_options"]
+        return with_ignored({}, [*ignored, *left_out])
+
+    @property
+    def constraints(self) -> dict[str, Any] | None:
+        """The "structured_outputs" field, with what was given under other names."""
+        given = {CONSTRAINTS[name]: value for name, value in (self.model_extra or {}).items() if name in CONSTRAINTS}
+        given = {name: value for name, value in given.items() if value is not None and value is not False}
+        return given | (self.structured_outputs or {}) if given else self.structured_outputs
 
     @property
     def token_limit(self) -> int | None:
@@ -191,7 +187,7 @@ class CompletionFields(SharedFields):
         Any,
         WithJsonSchema({"anyOf": [*_STRINGS, _IDS, {"type": "array", "items": _IDS}]}),
     ]
-    best_of: int | None = None
+    best_of: Int | None = None
     echo: bool | None = None
     suffix: str | None = None
     logprobs: Count | None = None
@@ -272,9 +268,3 @@ def as_fields(kind: type[Fields], fields: Mapping[str, Any]) -> Fields:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
-
-
-@cache
-def _fields_of_any() -> frozenset[str]:
-    """Return the fields of both endpoints: in the other one they are no misspelt names."""
-    return frozenset(CompletionFields.model_fields) | frozenset(ChatFields.model_fields)

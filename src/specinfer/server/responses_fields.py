@@ -15,7 +15,16 @@ from pydantic import Field, WithJsonSchema
 from specinfer.core.errors import ContextLengthError, RequestError, reworded, too_long
 from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import few
-from specinfer.server.protocol import USE_CHAT, ChatFields, Label, Objects, SharedFields, ThinkingBudget, check_single
+from specinfer.server.protocol import (
+    USE_CHAT,
+    ChatFields,
+    Int,
+    Label,
+    Objects,
+    SharedFields,
+    ThinkingBudget,
+    check_single,
+)
 from specinfer.server.responses_items import unsealed
 from specinfer.server.responses_tools import added_tools, flat_choice, flat_name, flat_tools
 from specinfer.server.tools import left_out_tools
@@ -52,7 +61,7 @@ class ResponsesFields(SharedFields):
     prompt_field = "input"
     input: Annotated[Any, WithJsonSchema(_INPUT)]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Int | None = None
     tools: Objects | None = None
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
     parallel_tool_calls: bool | None = None
@@ -113,6 +122,7 @@ class ResponsesFields(SharedFields):
             "messages": messages,
             "max_tokens": self.max_output_tokens,
             "response_format": wanted,
+            "structured_outputs": self.constraints,
             "tools": self.flat_tools()[0] or None,
             "tool_choice": flat_choice(self.tool_choice),
             "truncate_prompt_tokens": self.prompt_limit,
