@@ -181,7 +181,7 @@ class ChoicesResponse:
         return all(one.num_prompt_computed == len(one.requests[0].prompt_ids) for one in self.generations)
 
     def _progress(self) -> Event:
-        """Return an event that tells how far the prompts are read, as llama.cpp's server does."""
+        """Return an event that reports how far the prompts are read, as llama.cpp's server does."""
         firsts, now = [generation.requests[0] for generation in self.generations], time.time()
         started = min(now if one.scheduled_time is None else one.scheduled_time for one in firsts)
         progress = {
