@@ -1,5 +1,6 @@
 """Thoughts through the whole library: budgets, stop strings, constraints after a thought, and what callers get."""
 
+import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 
 import talking
 from scripted_target import TEMPLATES, scripted
-from specinfer import LLM, SamplingParams
+from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.errors import RequestError
 from specinfer.core.outputs import CompletionOutput
 
@@ -154,6 +155,20 @@ def test_errors_of_constraints_are_those_without_a_thought(open_llm: LLM) -> Non
         messages.append(str(error.value))
     assert messages[0] == messages[1]
     assert messages[0].startswith("structured_outputs: regex: cannot be read")
+
+
+def test_outputs_of_many_callers_have_the_thought_apart(llm: LLM) -> None:
+    ids = llm.chat_prompt(USER)
+    prompt = {"prompt_token_ids": ids, "reasoning": llm.reader.reasoning_of(ids)}
+
+    async def ask() -> list[CompletionOutput]:
+        async with AsyncLLM(llm) as engine:
+            return [output.outputs[0] async for output in engine.generate(prompt, GREEDY)]
+
+    *growing, last = asyncio.run(ask())
+    assert (last.reasoning, last.content) == (THOUGHT, ANSWER)
+    assert growing
+    assert all(one.content is None for one in growing)
 
 
 def test_outputs_with_budgets_are_those_of_plain_decoding() -> None:

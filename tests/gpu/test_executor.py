@@ -11,7 +11,7 @@ from adapters import save_adapter
 from assistants import save_assistant
 from heads import save_cycle, save_cycle_block, save_tiny_block, save_tiny_head
 from on_device import executor_of
-from specinfer import LLM, LoRARequest, SamplingParams
+from specinfer import LLM, LoRARequest, Reasoning, SamplingParams
 from specinfer.drafters import sparse_context
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.device.launch import Marks
@@ -76,13 +76,17 @@ def test_tokens_are_drawn_on_the_device(tree: str, rule: str, model_folder: Call
 
 
 @pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first:15:5"])
-def test_grammars_and_bad_words_mask_tokens_amid_a_step(tree: str) -> None:
-    prompts = ["# numbers\n", "Once upon a time", "def main(", "The "]
+def test_grammars_bad_words_and_budgets_of_thoughts_mask_tokens_amid_a_step(tree: str) -> None:
+    thought = Reasoning("", "</t>", (60, 47, 116, 62), is_open=True)
+    thoughts = [{"prompt": text, "reasoning": thought} for text in ("def f(", "It is")]
+    prompts = ["# numbers\n", "Once upon a time", "def main(", "The ", *thoughts]
     params = [
         SamplingParams(max_tokens=30, seed=2, structured_outputs={"regex": "[0-9]{3}( [0-9]{3}){4}"}),
         SamplingParams(max_tokens=30, temperature=0.0),
         SamplingParams(max_tokens=30, temperature=0.0, structured_outputs={"regex": "[a-z ]+"}, logprobs=2),
         SamplingParams(max_tokens=30, temperature=0.7, seed=3, repetition_penalty=1.1, bad_words=["the", "a"]),
+        SamplingParams(max_tokens=30, temperature=0.0, thinking_token_budget=9),
+        SamplingParams(max_tokens=30, temperature=0.9, seed=4, thinking_token_budget=17, top_k=30),
     ]
     options: dict[str, Any] = {"dtype": "float32", "device": "cuda", "max_num_batched_tokens": 32}
     wanted, llm = LLM("demo", tree="off", enforce_eager=True, **options), LLM("demo", tree=tree, **options)
@@ -91,6 +95,7 @@ def test_grammars_and_bad_words_mask_tokens_amid_a_step(tree: str) -> None:
     found, plain = llm.generate(prompts, params), wanted.generate(prompts, params)
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
     assert [one.outputs[0].finish_reason for one in found] == [one.outputs[0].finish_reason for one in plain]
+    assert [one.outputs[0].num_reasoning_tokens for one in found[4:]] == [9, 17]
     assert llm.engine.executors[0] is executor, "no step has failed"
     assert executor.num_launched > 5
 
