@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from gguf_files import write_model, write_parts
 from specinfer import LLM, ModelError, SamplingParams
@@ -134,7 +135,16 @@ def test_files_that_are_no_content_are_named_for_what_they_are(folder: Path, fil
         find_folder(folder)
 
 
-# ------------------------------------------------------------------------------------------- templates
+# ------------------------------------------------------------------------------ tokenizers and templates
+
+
+@pytest.mark.parametrize("kind", ["GemmaTokenizerFast", "CodeLlamaTokenizerFast", "LlamaTokenizer"])
+def test_a_tokenizer_whose_class_does_not_fit_its_file_is_read_from_the_file(folder: Path, kind: str) -> None:
+    save_tokenizer(folder)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": kind}))
+    text, wanted = "the other one 123", Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert load_tokenizer(folder).encode(text, add_special_tokens=False) == wanted.encode(text).ids
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ wrong shape or not finite are refused with an error that names them. `transforme
 """
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ from specinfer.model.offload.checkpoint import is_finite
 from specinfer.model.offload.shards import Shards, has_safetensors, has_usual_names
 from specinfer.model.recurrent.layers import FEED_FORWARD_TYPES, LAYER_TYPES, replace_layers
 
+logger = logging.getLogger(__name__)
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight(.?\w*scale\w*)?$")  # scales belong to codes
 _MAX_LAYERS = 2000  # the definition is made before the weights are read
 _SAME_AS = {"mimo": "qwen2"}  # families that transformers does not have, and one that computes the same
@@ -86,14 +88,19 @@ def load_tokenizer(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in TOKENIZERS):
         return None
     # A family's own class would replace the rule of a GGUF file by that of the family.
-    kind = AutoTokenizer if weights_file(folder) is None else PreTrainedTokenizerFast
-    try:
-        tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # tokenizer back ends raise bare Exception
-        raise ModelError(
-            f"model: the tokenizer of {folder} cannot be used ({first_line(error)}); fetch the model again, or name "
-            "another tokenizer"
-        ) from error
+    kinds = [AutoTokenizer, PreTrainedTokenizerFast] if weights_file(folder) is None else [PreTrainedTokenizerFast]
+    for kind in kinds:
+        try:
+            tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
+            tokenizer.encode("a 1\n\u00e9\u2603")  # a class that does not fit tokenizer.json raises here
+            break
+        except Exception as error:  # tokenizer back ends raise bare Exception
+            if kind is kinds[-1] or not (folder / TOKENIZER_FILE).is_file():
+                raise ModelError(
+                    f"model: the tokenizer of {folder} cannot be used ({first_line(error)}); fetch the model again, or "
+                    "name another tokenizer"
+                ) from error
+            logger.warning("%s: tokenizer.json is used alone: %s", folder, first_line(error))
     tokenizer.chat_template = _chat_template(folder, getattr(tokenizer, "chat_template", None))
     return tokenizer
 
