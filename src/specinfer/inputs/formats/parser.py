@@ -16,6 +16,7 @@ from specinfer.inputs.formats.harmony import read_channels
 from specinfer.inputs.formats.scanner import SPACES, Reading, Scanner, Trimmed, overlap
 
 __all__ = ["OutputDelta", "OutputParser"]
+_PART = 1 << 12  # characters that are added at once: what is pending is copied whenever some of it is read
 
 
 class OutputParser:
@@ -55,8 +56,9 @@ class OutputParser:
         """Add text, and return the deltas that are certain now."""
         if self._format is None and self._reasoning is None:
             return [OutputDelta(text)] if text else []
-        self._scanner.pending += text
-        next(self._reading)
+        for start in range(0, len(text), _PART):
+            self._scanner.pending += text[start : start + _PART]
+            next(self._reading)
         return self._taken()
 
     def finish(self) -> list[OutputDelta]:
@@ -115,14 +117,15 @@ class OutputParser:
 
     def _read_content_and_calls(self, style: CallFormat) -> Reading[None]:
         scanner = self._scanner
-        others = style.also if self._calls.functions else ()
-        firsts = {str(parts[0]) for parts in others} - {style.trigger}
-        while (yield from self._read_to_call(style.trigger, firsts)):
-            is_first = scanner.pending.startswith(style.trigger)
-            forms = [style] if is_first else []
-            forms += [one_call(style, parts) for parts in others if is_first == (parts[0] == style.trigger)]
-            is_cut = False
-            for form in forms:
+        others = [one_call(style, parts) for parts in style.also] if self._calls.functions else []
+        # Other forms that begin like the first one may be anywhere, all others only at the start of a line.
+        forms = [style, *(form for form in others if form.trigger == style.trigger)]
+        others = [form for form in others if form.trigger != style.trigger]
+        while (yield from self._read_to_call(style.trigger, {form.trigger for form in others})):
+            is_first, is_cut = scanner.pending.startswith(style.trigger), False
+            for form in forms if is_first else others:
+                if not is_first and not form.trigger.startswith(scanner.pending[: len(form.trigger)]):
+                    continue
                 if (yield from self._calls.read_group(form, is_known=not is_first)):
                     break
                 is_cut = is_cut or scanner.is_cut
