@@ -198,7 +198,7 @@ def test_whitespace_at_the_end_is_content_only_without_calls() -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "flood",
-    ["\\n{", "<tool_call>", "<tool_call", " ", '{"', "\\", '<tool_call>{"name": "f", "arguments": {"', "[TOOL_CALLS]["],
+    ["\n{", "<tool_call>", "<tool_call", " ", '{"', "\\", '<tool_call>{"name": "f", "arguments": {"', "[TOOL_CALLS]["],
 )
 @pytest.mark.parametrize("style", [HERMES, MISTRAL], ids=["hermes", "mistral"])
 def test_the_work_grows_with_the_text_alone(style: Any, flood: str) -> None:

@@ -93,4 +93,6 @@ def test_thoughts_of_each_format_reach_clients_apart_with_and_without_trees(llm:
     content, thought, made, reason = _ask(llm, text + written(HERMES, CALLS), tools=TOOLS)
     assert ([(name, json.loads(text)) for name, text in made], content, thought) == (CALLS, "", "Hm <b>.")
     assert reason == "tool_calls"
+    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["Oslo"]}, "name": "city"}}
+    assert _ask(llm, text + '"Oslo"', response_format=schema) == ('"Oslo"', "Hm <b>.", [], "stop")
     assert _ask(llm, text + "One. Two.", stop=["."]) == ("One", "Hm <b>.", [], "stop"), "stop strings end the answer"
