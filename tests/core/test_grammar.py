@@ -353,18 +353,26 @@ def test_two_constraints_of_one_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("grammar", "schemas", "said"),
     [
-        ("start: @a @b", {"a": {"type": "null"}, "b": {"type": "nothing"}}, "b: "),
-        ("start: @a", {"a": {"multipleOf": 99999989}}, "a: multipleOf 99999989 takes too much work"),
-        ("start: @a", {"a": {"const": "a" * 200_000}}, "a: 200"),
-        ("start: @a", {"b": {}}, "cannot be read"),
-        ("start: @a", {"a": StructuredOutputsParams(regex="(")}, "a: cannot be read, mend it: unclosed group"),
-        ("start: @a", {"a": StructuredOutputsParams(regex="a" * 200_000)}, "a: 200000 characters"),
-        ("start: @a", {"a": StructuredOutputsParams(grammar="start: <[*]>")}, "a: tokens .* may include the end"),
-        ("start: @a " + "(" * 30_000, {"a": {"type": "null"}}, "cannot be read, .* too deeply nested"),
+        ("start: @a @b", {"a": {"type": "null"}, "b": {"type": "nothing"}}, ".b: type: .nothing. is none of"),
+        ("start: @a", {"a": {"multipleOf": 99999989}}, ".a: multipleOf: takes too much work: 99999989"),
+        ("start: @a", {"a": {"const": "a" * 200_000}}, ".a: 200"),
+        ("start: @a", {"b": {}}, ": grammars: cannot be read"),
+        (
+            "start: @a",
+            {"a": StructuredOutputsParams(regex="(", field="tools.a")},
+            ".a: cannot be read, mend it: unclosed group",
+        ),
+        ("start: @a", {"a": StructuredOutputsParams(regex="a" * 200_000, field="tools.a")}, ".a: 200000 characters"),
+        (
+            "start: @a",
+            {"a": StructuredOutputsParams(grammar="start: <[*]>", field="tools.a")},
+            ".a: tokens .* may include the end",
+        ),
+        ("start: @a " + "(" * 30_000, {"a": {"type": "null"}}, ": grammars: cannot be read, .* too deeply nested"),
     ],
 )
 def test_schemas_that_a_grammar_names_are_refused_by_name(grammar: str, schemas: Any, said: str) -> None:
-    with pytest.raises(RequestError, match=f"^tools: grammars: {said}"):
+    with pytest.raises(RequestError, match=f"^tools{said}"):
         _compile(grammar=grammar, schemas=schemas, field="tools")
 
 

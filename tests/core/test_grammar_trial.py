@@ -50,7 +50,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_compiled(
 def test_a_grammar_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "from specinfer.core.grammar import trial\n"
-        "trial.fault = lambda *_: str(len(bytearray(1700 << 20)))\n"  # stands for a compiler without measure
+        "trial.check = lambda *_: str(len(bytearray(1700 << 20)))\n"  # stands for a compiler without measure
         "trial.main()\n"
     )
     monkeypatch.setattr(trial, "COMMAND", ("-c", script))

@@ -236,7 +236,10 @@ def test_top_p_and_top_k_do_not_change_the_argmax() -> None:
 
 def test_schemas_go_only_with_a_grammar() -> None:
     asked = StructuredOutputsParams(grammar="start: @a", schemas={"a": {"type": "null"}})
-    assert (asked.kind, asked.text) == ("grammars", '["start: @a", ["a", "{\\"type\\": \\"null\\"}"]]')
+    assert (asked.kind, asked.text) == (
+        "grammars",
+        '[["", "grammar", "start: @a"], ["a", "json", "{\\"type\\": \\"null\\"}"]]',
+    )
     for wrong in ({"regex": "a", "schemas": {}}, {"grammar": "start: @a", "schemas": ["a"]}):
         with pytest.raises(ValueError, match="structured_outputs: schemas must map names"):
             StructuredOutputsParams(**wrong)  # type: ignore[arg-type]

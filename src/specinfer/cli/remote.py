@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _ALWAYS_SENT = ("temperature", "top_p")  # sent even at their defaults, because the server's defaults may differ
 _SENT_OTHERWISE = ("structured_outputs", "prediction", "tree", "stop_token_ids", "stop", "max_tokens")
-_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "disable_any_whitespace", "whitespace_pattern")
 _OF_A_REQUEST = ("model", "tree", "seed")  # engine options of a request; the server's start sets the others
 
 
@@ -262,7 +262,7 @@ def fields_of(params: SamplingParams) -> dict[str, Any]:
         fields["prediction"] = {"type": "content", "content": params.prediction}
     if params.structured_outputs is not None:
         asked = {name: getattr(params.structured_outputs, name) for name in _CONSTRAINTS}
-        fields["structured_outputs"] = {name: value for name, value in asked.items() if value is not None}
+        fields["structured_outputs"] = {name: value for name, value in asked.items() if value not in (None, False)}
     return fields
 
 

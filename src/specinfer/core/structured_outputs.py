@@ -1,8 +1,9 @@
 """Constraints on an output, as callers give them; `grammar/` parses them."""
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specinfer.core.errors import as_tuple
@@ -23,6 +24,11 @@ class StructuredOutputsParams:
         schemas: Constraints that `grammar` names as `@name`: JSON schemas (as text or as dicts), or params of any kind.
         enable_in_reasoning: Whether the constraint also holds within the thought of a model that thinks first; if not,
             it begins after the thought.
+        disable_any_whitespace: True if JSON has no whitespace between its parts.
+        whitespace_pattern: A regular expression for whitespace between the parts of JSON. By default it is a space, or
+            one or two newlines and up to 20 spaces and tabs.
+        disable_additional_properties, disable_fallback: Have no effect: an object that names properties has no others
+            unless its schema says so, and nothing is tried in the place of a constraint.
         field: Name of the field in error messages.
 
     Raises:
@@ -36,11 +42,19 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     schemas: Mapping[str, "str | Mapping[str, Any] | StructuredOutputsParams"] | None = None
     enable_in_reasoning: bool = False
-    field: str = "structured_outputs"
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool = False
+    disable_fallback: bool = False
+    field: str = dataclasses.field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
         if self.json_object is not None and not isinstance(self.json_object, bool):
             raise ValueError(f"structured_outputs: json_object must be True or left out, not {self.json_object!r}")
+        if not isinstance(self.whitespace_pattern, str | None):
+            raise ValueError(
+                f"structured_outputs: whitespace_pattern must be text, not {self.whitespace_pattern!r:.60}"
+            )
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
@@ -57,7 +71,7 @@ class StructuredOutputsParams:
         if self.schemas is not None:
             if self.grammar is None or not isinstance(self.schemas, Mapping):
                 raise ValueError("structured_outputs: schemas must map names that grammar uses to constraints")
-            named = {str(name): _as_params(each) for name, each in self.schemas.items()}
+            named = {str(name): self._constraint(str(name), each) for name, each in self.schemas.items()}
             object.__setattr__(self, "schemas", named)
             self._named()
         for text in (self.regex, self.grammar, *(self.choice or ())):
@@ -91,9 +105,33 @@ class StructuredOutputsParams:
     def _own_text(self) -> str:
         if self.choice is not None:
             return "|".join(map(_escaped, self.choice))
-        text = self.json or self.regex or self.grammar or _ANY_OBJECT
+        text = self.regex or self.grammar or self.json or _ANY_OBJECT
         assert isinstance(text, str)
-        return text
+        if self._own_kind != "json" or not (self.disable_any_whitespace or self.whitespace_pattern is not None):
+            return text
+        schema = json.loads(text)
+        options = schema["x-guidance"] if isinstance(schema.get("x-guidance"), dict) else {}
+        options |= {
+            "whitespace_flexible": not self.disable_any_whitespace,
+            "whitespace_pattern": self.whitespace_pattern,
+        }
+        return json.dumps(schema | {"x-guidance": options})
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Fields of the constraints by their names in the grammar; that of the grammar itself has the name ""."""
+        found = {"": self.field}
+        for name, each in (self.schemas or {}).items():
+            assert isinstance(each, StructuredOutputsParams)
+            found |= {**each.fields, name: each.field, "": self.field}
+        return found
+
+    def _constraint(
+        self, name: str, given: "str | Mapping[str, Any] | StructuredOutputsParams"
+    ) -> "StructuredOutputsParams":
+        if isinstance(given, StructuredOutputsParams):
+            return given
+        return replace(self, json=given, grammar=None, schemas=None, field=f"{self.field}.{name}")
 
     def _named(self) -> dict[str, tuple[str, str]]:
         """Return the kinds and texts of all constraints that are named here, those within named ones too.
@@ -108,10 +146,6 @@ class StructuredOutputsParams:
                 if found.setdefault(key, value) != value:
                     raise ValueError(f"structured_outputs: schemas has two constraints of the name {key!r:.60}")
         return found
-
-
-def _as_params(given: "str | Mapping[str, Any] | StructuredOutputsParams") -> StructuredOutputsParams:
-    return given if isinstance(given, StructuredOutputsParams) else StructuredOutputsParams(json=given)
 
 
 def _schema_text(schema: object) -> str:

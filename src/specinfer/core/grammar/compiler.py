@@ -2,11 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from specinfer.core.errors import RequestError
-from specinfer.core.grammar.matcher import fault, make_matcher, make_tokenizer
+from specinfer.core.grammar.checks import Checked, check
+from specinfer.core.grammar.digits import DigitLimit
+from specinfer.core.grammar.matcher import make_matcher, make_tokenizer
 from specinfer.core.grammar.refusals import shortened
 from specinfer.core.grammar.state import Grammar, MaskTime
 from specinfer.core.grammar.trial import CPU_SECONDS, GrammarTrials
@@ -15,6 +18,12 @@ from specinfer.core.structured_outputs import StructuredOutputsParams
 _MAX_PROBES = 256  # first tokens that are tried before a grammar is refused as impossible
 _PROBE_SECONDS = 5.0
 _END = "<|end of grammar|>"  # stands for all of the model's tokens that end a text
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    grammar: Grammar
+    left_out: tuple[tuple[str, str], ...]
 
 
 class GrammarCompiler:
@@ -62,41 +71,56 @@ class GrammarCompiler:
         Raises:
             RequestError: The grammar cannot be parsed, is too large, or fits no text of this model's tokens.
         """
-        made = self._made(asked.kind, asked.text, ignore_eos)
-        if isinstance(made, str):
-            raise RequestError(f"{asked.field}: {asked.kind}: {made}")
-        return made.clone()
+        made, fields = self._made(asked.kind, asked.text, ignore_eos), asked.fields
+        if isinstance(made, Checked):
+            name, wrong = made.fault
+            raise RequestError(f"{fields[name]}: {wrong}" if name else f"{asked.field}: {asked.kind}: {wrong}")
+        grammar = made.grammar.clone()
+        grammar.left_out = [f"{fields[name]}.{place}".rstrip(".") for name, place in made.left_out]
+        return grammar
 
-    def _make(self, kind: str, text: str, ignore_eos: bool) -> Grammar | str:
-        """Return a grammar that some text fits, or a message that says what is wrong and what to change."""
+    def _make(self, kind: str, text: str, ignore_eos: bool) -> "_Made | Checked":
+        """Return a grammar that some text fits, or a fault."""
         if self._trials is not None:
-            wrong = self._trials.fault(kind, text)
+            checked = self._trials.check(kind, text)
         else:
-            wrong = fault(self._tokenizer, self._end_bit, kind, text)
-        if wrong is not None:
-            return wrong
+            checked = check(self._tokenizer, self._end_bit, kind, text)
+        made = checked.text
+        if made is None:
+            return checked
         grammar = Grammar(
-            lambda: make_matcher(self._tokenizer, kind, text),
+            lambda: make_matcher(self._tokenizer, kind, made),
             self._vocab_size,
             self._end_bit,
             () if ignore_eos else self._eos_token_ids,
             None if self._trials is None else MaskTime(CPU_SECONDS),
+            digit_limit=self._digit_limit if kind in ("json", "grammars") else None,
         )
-        if grammar.is_finished:
-            return "only the empty text fits, and no end-of-text token can end it; allow some text"
-        end = time.monotonic() + _PROBE_SECONDS
-        for token in grammar.mask(()).nonzero().flatten().tolist()[:_MAX_PROBES]:
-            probe = grammar.copy()
-            probe.mask(())  # compute the mask as in generation: it counts against the limits on work
-            probe.advance(token)
-            if probe.mask(()).any():
-                return grammar
-            if probe.is_lost or time.monotonic() > end:
-                break
-        return (
-            "no text of this model's tokens fits, or finding one takes too much work; check for contradictions, rules "
-            "without an end, large repetitions, and hundreds of optional properties"
-        )
+        fault = _fault(grammar)
+        return _Made(grammar, checked.left_out) if fault is None else replace(checked, text=None, fault=("", fault))
+
+    @cached_property
+    def _digit_limit(self) -> DigitLimit:
+        return DigitLimit(self._tokenizer, self._end_bit)
+
+
+def _fault(grammar: Grammar) -> str | None:
+    """Return why no text fits a grammar, or None if one does."""
+    if grammar.is_finished:
+        return "only the empty text fits, and no end-of-text token can end it; allow some text"
+    end = time.monotonic() + _PROBE_SECONDS
+    for token in grammar.mask(()).nonzero().flatten().tolist()[:_MAX_PROBES]:
+        probe = grammar.copy()
+        probe.mask(())  # compute the mask as in generation: it counts against the limits on work
+        probe.advance(token)
+        if probe.mask(()).any():
+            return None
+        if probe.is_lost or time.monotonic() > end:
+            break
+    return (
+        "no text of this model's tokens fits, or finding one takes too much work; check for contradictions, rules "
+        "without an end, large repetitions, and hundreds of optional properties"
+    )
 
 
 def _with_end_token(tokenizer: Any) -> tuple[str, int]:

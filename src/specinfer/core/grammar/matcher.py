@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from specinfer.core.grammar.refusals import refusal, remedy
+from specinfer.core.grammar.lark import is_gbnf
 
 STACK_BYTES = 512 << 20  # address space; only the part that is used becomes memory
 _STACK_LOCK = threading.Lock()
@@ -30,31 +30,13 @@ def make_tokenizer(text: str, num_tokens: int, end_token: int) -> LLTokenizer:
 
 
 def make_matcher(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
-    """Return a matcher for a constraint. It may be in an error state.
+    """Return a matcher for a constraint that was checked, or is being checked. It may be in an error state.
 
     Raises:
         ValueError: The text cannot be parsed.
     """
     made: LLMatcher = _on_large_stack(lambda: _parse(tokenizer, kind, text))
     return made
-
-
-def fault(tokenizer: LLTokenizer, end_token: int, kind: str, text: str) -> str | None:
-    """Return what is wrong with the text of a constraint and what to change, or None if nothing is."""
-    if (wrong := refusal(kind, text, end_token)) is not None:
-        return wrong
-    try:
-        matcher = make_matcher(tokenizer, kind, text)
-    except ValueError as error:
-        return remedy(str(error))
-    if not matcher.is_error():
-        return None
-    if kind == "grammars":
-        for name, of_kind, named in json.loads(text)[1:]:
-            # A grammar may refer to others, and cannot be tried alone.
-            if of_kind != "grammar" and (wrong := fault(tokenizer, end_token, of_kind, named)) is not None:
-                return f"{name}: {wrong}"
-    return remedy(matcher.get_error())
 
 
 def _parse(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
@@ -68,7 +50,7 @@ def _grammar(name: str, kind: str, text: str) -> dict[str, Any]:
     if kind == "json":
         return {"name": name, "json_schema": json.loads(text)}
     if kind == "grammar":
-        return {"name": name, "lark_grammar": any_to_lark(text)}  # also of GBNF, as in vLLM's examples
+        return {"name": name, "lark_grammar": gbnf_to_lark(text) if is_gbnf(text) else text}
     made: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]
     return made | {"name": name}
 

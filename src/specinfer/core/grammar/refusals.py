@@ -5,57 +5,52 @@ import re
 from contextlib import suppress
 from typing import Any
 
+from specinfer.core.grammar.json_schema import has_few_steps
+from specinfer.core.grammar.lark import QUOTED
+
 MAX_CHARACTERS = {"json": 100_000, "regex": 100_000, "choice": 100_000, "grammar": 20_000, "grammars": 400_000}
-_MAX_MULTIPLE = 100_000  # "multipleOf" compiles to an automaton of this many states
 _MAX_BRACKETS = 120  # nested brackets in a schema; llguidance's parser stops at 124 to 126
 # Options of a Lark rule that have no effect here, and one whose effect may depend on which masks were computed.
 _REFUSED_OPTIONS = ("temperature", "capture", "stop_capture", "max_tokens")
-_QUOTED = r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/'
 _RULE_OPTIONS = re.compile(
-    rf'^[ \t]*[!?]*[a-z_][\w-]*[ \t]*\[((?:{_QUOTED}|[^"/\]\n])*)\][ \t]*:', re.MULTILINE | re.ASCII
+    rf'^[ \t]*[!?]*[a-z_][\w-]*[ \t]*\[((?:{QUOTED}|[^"/\]\n])*)\][ \t]*:', re.MULTILINE | re.ASCII
 )
 _TOKENS = re.compile(r"<\[([^\]]*)\]>")  # tokens given by id
 
 
-def refusal(kind: str, text: str, end_token: int, limit: int | None = None) -> str | None:
-    """Return what is wrong with a text before it is compiled and what to change, or None if nothing is.
+def too_long(kind: str, text: str) -> str | None:
+    """Return what is wrong with the length of a text and what to change, or None if nothing is."""
+    most = MAX_CHARACTERS[kind]
+    return f"{len(text)} characters; make it shorter, at most {most}" if len(text) > most else None
+
+
+def refusal(lark: str, end_token: int) -> str | None:
+    """Return what is wrong with a Lark grammar before it is compiled and what to change, or None if nothing is.
 
     Args:
         end_token: The token that marks the end of the text; no grammar may name it.
-        limit: The most characters, or None for the limit of the kind.
     """
-    limit = MAX_CHARACTERS[kind] if limit is None else limit
-    if len(text) > limit:
-        return f"{len(text)} characters; make it shorter, at most {limit}"
-    if kind == "grammars":
-        for name, of_kind, named in json.loads(text):
-            # The one without a name was not sent by a client: it names the functions of a request, which may be many.
-            if (wrong := refusal(of_kind, named, end_token, None if name else MAX_CHARACTERS[kind])) is not None:
-                return f"{name}: {wrong}" if name else wrong
-        return None
-    if (number := _large_multiple(_schemas(kind, text))) is not None:
-        return f"multipleOf {number} takes too much work; use at most {_MAX_MULTIPLE} steps, or leave it out"
-    if kind == "grammar" and (option := _refused_option(text)) is not None:
+    if (number := _large_multiple(_inline_schemas(lark))) is not None:
+        return f"multipleOf {number} takes too much work; leave it out"
+    if (option := _refused_option(lark)) is not None:
         return f"option {option!r} of a rule is ignored or not exact here; leave it out"
-    if kind == "grammar" and (tokens := _refused_tokens(text, end_token)) is not None:
+    if (tokens := _refused_tokens(lark, end_token)) is not None:
         return f"tokens {tokens} may include the end of the text; list others by number, or write their text"
     return None
 
 
-def _schemas(kind: str, text: str) -> list[Any]:
-    """Return the JSON schemas in a text. Schemas in a Lark grammar that cannot be parsed are left to its parser."""
-    if kind == "json":
-        return [json.loads(text)]
+def _inline_schemas(lark: str) -> list[Any]:
+    """Return the JSON schemas in a Lark grammar. Those that cannot be parsed are left to its parser."""
     found = []
-    for place in re.finditer(r"%json\s*", text) if kind == "grammar" else ():
+    for place in re.finditer(r"%json\s*", lark):
         with suppress(ValueError):
-            found.append(json.JSONDecoder().raw_decode(text, place.end())[0])
+            found.append(json.JSONDecoder().raw_decode(lark, place.end())[0])
     return found
 
 
 def _refused_tokens(text: str, end_token: int) -> str | None:
     """Return the first class of tokens that may include the end token, or None."""
-    for tokens in _TOKENS.finditer(re.sub(_QUOTED, '""', text)):
+    for tokens in _TOKENS.finditer(re.sub(QUOTED, '""', text)):
         for part in tokens[1].split(","):
             numbers = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
             if numbers is None or int(numbers[1]) <= end_token <= int(numbers[2] or numbers[1]):
@@ -70,7 +65,7 @@ def _large_multiple(schemas: list[Any]) -> float | None:
         node = nodes.pop()
         if isinstance(node, dict):
             number = node.get("multipleOf")
-            if isinstance(number, (int, float)) and _steps(number) > _MAX_MULTIPLE:
+            if isinstance(number, (int, float)) and not has_few_steps(number):
                 return number
             nodes.extend(node.values())
         elif isinstance(node, list):
@@ -81,16 +76,10 @@ def _large_multiple(schemas: list[Any]) -> float | None:
 def _refused_option(text: str) -> str | None:
     """Return the first option in a Lark grammar that would not be applied, or None."""
     for rule in _RULE_OPTIONS.finditer(text):
-        options = [option.partition("=")[0].strip() for option in re.sub(_QUOTED, "", rule[1]).split(",")]
+        options = [option.partition("=")[0].strip() for option in re.sub(QUOTED, "", rule[1]).split(",")]
         if refused := [option for option in options if option in _REFUSED_OPTIONS]:
             return refused[0]
     return None
-
-
-def _steps(number: float) -> float:
-    """Return a number's significant digits as an integer (0.25 gives 25), or the number if it is larger."""
-    digits = f"{abs(number):.12e}".split("e")[0].replace(".", "").rstrip("0")
-    return max(abs(number), float(digits or 0))
 
 
 def remedy(message: str) -> str:

@@ -5,12 +5,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from llguidance import LLMatcher
 from torch import Tensor
+
+from specinfer.core.grammar.digits import DigitLimit
 
 Bits = npt.NDArray[np.uint8]
 _MAX_RESTARTS = 4  # new matchers for one output; after these, all proposed tokens are illegal
@@ -82,8 +85,10 @@ class Grammar:
         mask_time: Limit of the time of masks. When outputs have spent it, they are lost; those of proposed tokens may
             take as much again, and after that all proposed tokens are illegal.
         matcher: Matcher at the grammar's start, or None to compile one.
+        digit_limit: The limit on digits of numbers, or None if the grammar has no JSON.
 
     Attributes:
+        left_out: Fields of the request's constraint that no grammar can enforce, and that are left to the model.
         credit: That of the tenant, which all masks spend; without any left, proposed tokens are illegal.
         last_seconds: Processor time of the last masks of the output.
     """
@@ -96,6 +101,7 @@ class Grammar:
         eos_token_ids: Sequence[int],
         mask_time: MaskTime | None = None,
         matcher: LLMatcher | None = None,
+        digit_limit: DigitLimit | None = None,
     ) -> None:
         self._make_matcher = make_matcher
         self._vocab_size = vocab_size
@@ -104,6 +110,8 @@ class Grammar:
         self._matcher = matcher or make_matcher()
         self._num_restarts = 0
         self._time = mask_time or MaskTime()
+        self._digit_limit = digit_limit
+        self.left_out: Sequence[str] = ()
         self.credit: MaskCredit | None = None
         self.last_seconds = 0.0
         self._said: list[int] = []
@@ -129,7 +137,17 @@ class Grammar:
         return self._with(self._time, self._matcher.deep_copy())
 
     def _with(self, mask_time: MaskTime, matcher: LLMatcher | None) -> "Grammar":
-        return Grammar(self._make_matcher, self._vocab_size, self._end_bit, self._eos_token_ids, mask_time, matcher)
+        made = Grammar(
+            self._make_matcher,
+            self._vocab_size,
+            self._end_bit,
+            self._eos_token_ids,
+            mask_time,
+            matcher,
+            self._digit_limit,
+        )
+        made.left_out = self.left_out
+        return made
 
     @property
     def is_limited(self) -> bool:
@@ -189,6 +207,8 @@ class Grammar:
         if found is None:
             self._bits[path] = self._none
             return
+        if self._digit_limit is not None:
+            found = self._digit_limit.limited(found, chain(reversed(path), reversed(self._said)))
         is_complete = has_bit(found, self._end_bit)
         bits = self._none.copy()
         count = min(len(bits), len(found))

@@ -6,12 +6,18 @@ engine runs.
 
 import json
 from collections.abc import Callable
+from dataclasses import astuple
 
 from specinfer.core.bounded_process import BoundedProcesses, answer_questions
-from specinfer.core.grammar.matcher import STACK_BYTES, fault, make_tokenizer
+from specinfer.core.grammar.checks import Checked, check, loosest
+from specinfer.core.grammar.matcher import STACK_BYTES, make_tokenizer
 
 CPU_SECONDS = 0.25  # of one trial; schemas of real tools take a tenth of that
 MEMORY_BYTES = 512 << 20  # that one trial may add
+_TOO_MUCH = (
+    f"takes more than {CPU_SECONDS:g} s or {MEMORY_BYTES >> 20} MiB to compile; have fewer patterns, repetitions and "
+    "alternatives"
+)
 COMMAND: tuple[str, ...] = ("-m", "specinfer.core.grammar.trial")
 _NICENESS = 5  # the engine's threads come first
 _MAX_PROCESSES = 2  # a trial at its limit does not delay another
@@ -31,21 +37,23 @@ class GrammarTrials:
         self._processes = BoundedProcesses(COMMAND, job, _MAX_PROCESSES, _NICENESS)
         self._processes.start()
 
-    def fault(self, kind: str, text: str) -> str | None:
-        """Return what is wrong with the text of a constraint and what to change, or None if nothing is.
+    def check(self, kind: str, text: str) -> Checked:
+        """Check a constraint; see `checks.py`.
 
         Raises:
             StartError: No process for trials can be started.
             EngineDeadError: The client has left.
         """
         answer = self._processes.ask(json.dumps([kind, text]).encode())
+        left_out: tuple[tuple[str, str], ...] = ()
         if answer is None:
-            return (
-                f"takes more than {CPU_SECONDS:g} s or {MEMORY_BYTES >> 20} MiB to compile; have fewer patterns, "
-                "repetitions and alternatives"
-            )
-        found: str | None = json.loads(answer)
-        return found
+            looser = loosest(kind, text)
+            left_out = looser.left_out
+            answer = self._processes.ask(json.dumps([kind, looser.text]).encode()) if left_out else None
+        if answer is None:
+            return Checked(None, ("", _TOO_MUCH))
+        made, fault, others = json.loads(answer)
+        return Checked(made, tuple(fault), (*left_out, *map(tuple, others)))
 
     def close(self) -> None:
         """End the processes; those at work end with their trial."""
@@ -55,7 +63,7 @@ class GrammarTrials:
 def _prepare(job: bytes) -> Callable[[bytes], bytes]:
     text, num_tokens, end_token = json.loads(job)
     tokenizer = make_tokenizer(text, num_tokens, end_token)
-    return lambda question: json.dumps(fault(tokenizer, end_token, *json.loads(question))).encode()
+    return lambda question: json.dumps(astuple(check(tokenizer, end_token, *json.loads(question)))).encode()
 
 
 def main() -> None:
