@@ -30,6 +30,12 @@ class Generation:
         return self.job.requests
 
     @property
+    def left_out(self) -> Sequence[str]:
+        """Fields of the constraint on its outputs that no grammar can enforce, and that are left to the model."""
+        grammar = self.requests[0].grammar
+        return () if grammar is None else grammar.left_out
+
+    @property
     def has_ended(self) -> bool:
         """True if every output has delivered its last chunk."""
         return self._num_open == 0

@@ -185,6 +185,21 @@ def test_a_format_is_kept_to(llm: LLM) -> None:
     assert choices_of(answer)[0]["message"]["content"] in ("yes", "no")
 
 
+def test_what_no_grammar_can_enforce_is_named_in_a_header_or_refused_if_strict(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}, "b": {"type": "string", "pattern": "^(?!x)y{0,3}$"}}}
+    name, tool = "properties.b.pattern", {"type": "function", "function": {"name": "f", "parameters": schema}}
+    bodies: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}, "odd": 1},
+        {"tools": [tool], "tool_choice": "required", "stream": True},
+        {"tools": [tool | {"function": tool["function"] | {"strict": True}}]},
+    ]
+    of_format, of_tool, strict = ask(llm, *(body | {"max_tokens": 5} for body in bodies))
+    assert of_format.headers["x-specinfer-ignored-fields"] == f"odd, response_format.schema.{name}"
+    assert of_tool.headers["x-specinfer-ignored-fields"] == f"tools[0].function.parameters.{name}"
+    assert (strict.status_code, strict.json()["error"]["param"]) == (400, "tools")
+    assert f"tools[0].function.parameters: {name}: look-around" in strict.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -253,6 +253,11 @@ def test_the_log_and_the_header_have_a_limited_number_of_names(
     assert "k1024" not in caplog.text
 
 
+def test_parts_of_a_field_that_are_ignored_are_named() -> None:
+    fields = {"response_format": {"type": "json_object", "odd": 1}, "stream_options": {"foo": 1}, "stream": True}
+    assert fields_of(**fields).check() == {IGNORED_HEADER: "stream_options.foo, response_format.odd"}
+
+
 def test_names_of_ignored_fields_cannot_break_a_header() -> None:
     headers = fields_of(**{"a\r\nSet-Cookie: b": 1, "\u20ac": 1, "x" * 9999: 1}).check()
     assert headers[IGNORED_HEADER] == "x" * 64 + ", ?"

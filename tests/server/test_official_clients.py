@@ -289,7 +289,7 @@ def test_errors_of_ollama(clients: Clients) -> None:
         ({"context": [1]}, "context"),
         ({"raw": True, "system": "a"}, "system"),
         ({"images": [b"abcd"]}, "images"),
-        ({"format": {"type": 5}}, "format"),
+        ({"format": {"enum": ["a"] * 3000}}, "format"),
     ):
         with pytest.raises(ollama.ResponseError, match=name) as refused:
             clients.ollama.generate("tiny", **{"prompt": "a"} | bad)

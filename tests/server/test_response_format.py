@@ -10,7 +10,7 @@ from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.inputs.prompts import PromptReader
-from specinfer.server.response_format import structured_outputs_of
+from specinfer.server.response_format import ignored_keys, structured_outputs_of
 from talking import make_talker
 
 TOKENIZER = make_talker()
@@ -54,10 +54,40 @@ def test_json_objects_and_schemas() -> None:
         assert not _fits(of_model, '{"name": "Rome", "near": {"name": "Oslo"}}')
 
 
+OSLO = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "ignored"),
+    [
+        ({"type": "json_object", "schema": OSLO}, []),
+        ({"type": "json_object", "json_schema": {"name": "x", "schema": OSLO}}, []),
+        ({"type": "json_object", "json_schema": OSLO}, []),
+        ({"type": "json_schema", "schema": OSLO, "name": "x", "strict": True}, []),
+        ({"type": "json_schema", "json_schema": {"name": "x", "strict": True}, "schema": OSLO}, []),
+        ({"type": "json_schema", "json_schema": OSLO}, []),
+        (_json_schema(OSLO, description="d", odd=1) | {"foo": 2, "bar": None}, ["foo", "json_schema.odd"]),
+    ],
+)
+def test_a_schema_is_obeyed_wherever_it_is(given: dict[str, Any], ignored: list[str]) -> None:
+    for field in ("response_format", "text.format"):
+        asked = structured_outputs_of(given, None, field)
+        assert _fits(asked, '{"city": "Oslo"}')
+        assert not _fits(asked, '{"city": "Rome"}')
+        assert not _fits(asked, '{"city": "Oslo", "land": 1}'), "objects are closed"
+        assert ignored_keys(field, given) == [f"{field}.{name}" for name in ignored]
+
+
+def test_keys_without_effect_are_named() -> None:
+    assert ignored_keys("f", {"type": "text", "schema": {}, "strict": None}) == ["f.schema"]
+    assert ignored_keys("f", {"type": "json_object", "foo": 1}) == ["f.foo"]
+    assert ignored_keys("f", None) == ignored_keys("f", {"type": "json_object"}) == []
+
+
 def test_strict_keeps_to_every_word() -> None:
     schema = {"type": "object", "not": {"required": ["a"]}}
     assert _fits(structured_outputs_of(_json_schema(schema)), "{}")
-    with pytest.raises(RequestError, match=r"^response_format: json: .*not"):
+    with pytest.raises(RequestError, match=r"^response_format.schema: json: not: no grammar"):
         _fits(structured_outputs_of(_json_schema(schema, strict=True)), "{}")
 
 
@@ -70,6 +100,10 @@ def test_strict_keeps_to_every_word() -> None:
         ({"choice": ["yes", "no"]}, "no", "maybe"),
         ({"grammar": 'start: "a" | "b"'}, "b", "c"),
         ({"json_object": True}, "{}", "[]"),
+        ({"json": OSLO, "disable_any_whitespace": True}, '{"city":"Oslo"}', '{"city": "Oslo"}'),
+        ({"json": OSLO, "whitespace_pattern": "_?"}, '{_"city":"Oslo"}', '{ "city": "Oslo"}'),
+        ({"json_object": True, "disable_additional_properties": True, "disable_fallback": False}, "{}", "[]"),
+        ({"regex": "a", "structural_tag": None, "whitespace_pattern": None}, "a", "b"),
     ],
 )
 def test_vllms_field(field: dict[str, Any], fits: str, fails: str) -> None:
@@ -84,12 +118,12 @@ def test_vllms_field(field: dict[str, Any], fits: str, fails: str) -> None:
         (3, None, "response_format: must be an object"),
         ({}, None, "response_format: type"),
         ({"type": "structural_tag"}, None, "response_format: type .*structural_tag"),
-        ({"type": "json_schema"}, None, "response_format: json_schema is missing"),
+        ({"type": "json_schema"}, None, "response_format: schema is missing"),
         ({"type": "json_schema", "json_schema": {"name": "a"}}, None, "response_format: schema is missing"),
         (_json_schema({}, strict="yes"), None, "response_format: strict"),
         (_json_schema({}) | {"json_schema": {"name": 3, "schema": {}}}, None, "response_format: name"),
-        (_json_schema([]), None, "response_format: schema: must be"),
-        (_json_schema({"enum": ["a"] * 5000}), None, "response_format: schema: enum"),
+        (_json_schema([]), None, "response_format.schema: must be"),
+        (_json_schema({"enum": ["a"] * 5000}), None, "response_format.schema: enum"),
         (None, 3, "structured_outputs: must be an object"),
         (None, {}, "structured_outputs: give exactly one"),
         (None, {"json": {}, "regex": "a"}, "structured_outputs: give exactly one"),
@@ -97,6 +131,7 @@ def test_vllms_field(field: dict[str, Any], fits: str, fails: str) -> None:
         (None, {"choice": ["a"] * 5000}, "structured_outputs: choice has"),
         (None, {"regex": 3}, "structured_outputs: regex"),
         (None, {"json": {"enum": ["a"] * 5000}}, "structured_outputs: json: enum"),
+        (None, {"regex": "a", "whitespace_pattern": 3}, "structured_outputs: whitespace_pattern must be text"),
         (None, {"schemas": {}}, "structured_outputs: schemas is not known"),
         (None, {"field": "a"}, "structured_outputs: field is not known"),
         (None, {"structural_tag": {}}, "structured_outputs: structural_tag is not known"),

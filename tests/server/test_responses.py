@@ -125,6 +125,14 @@ def test_a_cut_answer_is_incomplete_and_a_whole_one_completed(llm: LLM) -> None:
     assert whole["output"][0]["content"][0]["text"] == "yes"
 
 
+def test_a_format_with_a_schema_is_obeyed_and_other_keys_are_named(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
+    text = {"format": {"type": "json_object", "schema": schema, "foo": 1}, "bar": 2, "verbosity": "low"}
+    (answer,) = post(llm, {"input": "hi", "text": text, "max_output_tokens": 100})
+    assert json.loads(answer.json()["output"][0]["content"][0]["text"]) == {"city": "Oslo"}
+    assert answer.headers["x-specinfer-ignored-fields"] == "text.bar, text.format.foo"
+
+
 def test_events_come_in_order_and_sum_to_the_answer(llm: LLM) -> None:
     body = {"input": "Rome?", "max_output_tokens": 12, "temperature": 0}
     whole, stream = post(llm, body, body | {"stream": True})

@@ -50,7 +50,7 @@ _REFUSED = {
 _NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
-    "response_format: json_schema": "format",
+    "response_format.schema": "format",
     "response_format": "format",
 } | {
     name: f"options.{name}"

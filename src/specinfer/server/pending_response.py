@@ -70,6 +70,9 @@ class PendingResponse(Protocol):
         """Names of what was ignored when the prompt was read; the header of ignored fields has them, too."""
         ...
 
+    @property
+    def generations(self) -> Sequence[Generation]: ...
+
     async def whole(self) -> bytes:
         """Return the response as JSON, once it is complete.
 
@@ -242,6 +245,10 @@ class ItemsResponse:
     parser: Parser
     ignored: Sequence[str] = ()
 
+    @property
+    def generations(self) -> Sequence[Generation]:
+        return (self.generation,)
+
     def close(self) -> None:
         self.generation.close()
 
@@ -298,7 +305,8 @@ async def respond(
         work: Reads and queues the request. It runs before the response starts, so its errors get their own status code.
     """
     pending = await until_disconnect(request, work)
-    headers = with_ignored(headers, pending.ignored)
+    left_out = [name for generation in pending.generations for name in generation.left_out]
+    headers = with_ignored(headers, [*pending.ignored, *left_out])
     if pending.fields.stream:
         dialect = dialect_of(route_path(request.scope))
         return EventStream(pending.events(state_of(request).config), pending.close, headers, dialect)

@@ -13,6 +13,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from specinfer.core.sampling import MAX_LOGPROBS
 from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import CONSTRAINTS, HARMLESS, REFUSED, as_number, few, with_ignored
+from specinfer.server.response_format import ignored_keys
 from specinfer.server.tools import left_out_tools
 
 _STRICT = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
@@ -152,7 +153,7 @@ class SharedFields(BaseModel):
         if self.stream_options is not None:
             ignored += [f"stream_options.{name}" for name in self.stream_options.model_extra or ()]
             ignored += [] if self.stream else ["stream_options"]
-        return with_ignored({}, [*ignored, *left_out])
+        return with_ignored({}, [*ignored, *ignored_keys("response_format", self.response_format), *left_out])
 
     @property
     def constraints(self) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from specinfer.server.protocol import (
     ThinkingBudget,
     check_single,
 )
+from specinfer.server.response_format import ignored_keys
 from specinfer.server.responses_items import unsealed
 from specinfer.server.responses_tools import added_tools, flat_choice, flat_name, flat_tools
 from specinfer.server.tools import left_out_tools
@@ -87,6 +88,7 @@ class ResponsesFields(SharedFields):
             raise ApiError(400, "include: no log-probabilities here; use /v1/chat/completions", param="include")
         unread = [f"text.{key}" for key in (self.text or {}).keys() - {"format", "verbosity"}]
         unread += [f"reasoning.{key}" for key in (self.reasoning or {}).keys() - {"effort", "summary"}]
+        unread += ignored_keys("text.format", self.format)
         tools = left_out_tools(self.flat_tools()[0], flat_choice(self.tool_choice))
         return super().check([*left_out, *sorted(unread), *tools, *left_out_items(self.input)])
 
@@ -115,13 +117,10 @@ class ResponsesFields(SharedFields):
 
     def as_chat(self, messages: list[dict[str, Any]]) -> ChatFields:
         """Return the request as one for a chat completion. Its values were checked as the fields of this one."""
-        wanted = self.format
-        if wanted.get("type") == "json_schema":
-            wanted = {"type": "json_schema", "json_schema": wanted}
         changed = {
             "messages": messages,
             "max_tokens": self.max_output_tokens,
-            "response_format": wanted,
+            "response_format": self.format,
             "structured_outputs": self.constraints,
             "tools": self.flat_tools()[0] or None,
             "tool_choice": flat_choice(self.tool_choice),

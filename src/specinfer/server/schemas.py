@@ -44,6 +44,12 @@ def read_schema(field: str, schema: object) -> dict[str, Any]:
     return schema
 
 
+def lenient(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema from which a grammar leaves out what it cannot enforce; it is refused otherwise."""
+    options = schema.get("x-guidance")
+    return schema | {"x-guidance": (options if isinstance(options, dict) else {}) | {"lenient": True}}
+
+
 def _check_node(field: str, node: dict[str, Any] | list[Any]) -> None:
     if not isinstance(node, dict):
         return

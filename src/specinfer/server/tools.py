@@ -19,7 +19,7 @@ from specinfer.inputs.formats.call_grammar import CallGrammar
 from specinfer.inputs.formats.calls import SYSTEM_PROMPT_FORMAT, CallFormat
 from specinfer.inputs.formats.parser import OutputParser
 from specinfer.server.custom_tools import CustomInputs, Parser, function_of_custom
-from specinfer.server.schemas import read_schema
+from specinfer.server.schemas import lenient, read_schema
 
 _MAX_CHARACTERS = 300_000  # limit on all tools together
 _KINDS = ("function", "custom")  # other tools are run by a service, which there is none of here
@@ -206,10 +206,10 @@ def _read_function(field: str, given: dict[str, Any]) -> tuple[dict[str, Any], C
         if strict:
             raise RequestError(f'{field}.parameters: type must be "object", not {kind!r:.60}')
         schema = _ANY_OBJECT if not isinstance(kind, list) or "object" not in kind else parameters | _ANY_OBJECT
-    # Without `strict`, keywords that a grammar cannot enforce are left to the model.
-    options = {} if strict else {"x-guidance": {"lenient": True}}
     shown = {"name": name, "description": description or "", "parameters": parameters}
-    return {"type": "function", "function": shown}, CallableFunction(name, schema | options)
+    return {"type": "function", "function": shown}, CallableFunction(
+        name, schema if strict else lenient(schema), f"{field}.parameters"
+    )
 
 
 def _read_parameters(field: str, given: Any) -> dict[str, Any]:

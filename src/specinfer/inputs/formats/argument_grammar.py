@@ -4,6 +4,7 @@ Arguments come in the order of the schema, as in JSON. Texts in tags and quotes 
 them, or one of the schema's choices; other values match their part of the schema.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +35,11 @@ braced_dict: "{" WS? (KEY WS? ":" WS? braced (WS? "," WS? KEY WS? ":" WS? braced
 
 @dataclass(frozen=True, slots=True)
 class CallableFunction:
-    """A function that the model may call, and the JSON schema of its arguments."""
+    """A function that the model may call, the JSON schema of its arguments, and the schema's field of the request."""
 
     name: str
     schema: dict[str, Any]
+    field: str = dataclasses.field(default="tools", compare=False)
 
     @property
     def properties(self) -> dict[str, dict[str, Any]]:
@@ -67,7 +69,7 @@ class Arguments:
     """
 
     literals: Literals
-    named: dict[str, StructuredOutputsParams | dict[str, Any]] = field(default_factory=dict)
+    named: dict[str, StructuredOutputsParams] = field(default_factory=dict)
     _rules: dict[str, None] = field(default_factory=dict)
 
     @property
@@ -78,7 +80,8 @@ class Arguments:
     def rule(self, i: int, function: CallableFunction, notation: Notation) -> str:
         """Return what matches the arguments of a function, the i-th of the grammar."""
         if isinstance(notation, JsonArguments):
-            return self._refer(i, re.sub(r"[^\w-]", "-", function.name, flags=re.ASCII), function.schema)
+            name = re.sub(r"[^\w-]", "-", function.name, flags=re.ASCII)
+            return self._refer(i, name, function.schema, function.field)
         if isinstance(notation, TaggedArguments):
             return self._tagged(i, function, notation)
         if isinstance(notation, KeywordArguments):
@@ -89,10 +92,10 @@ class Arguments:
         listed = self._listed(i, function, ":", "braced", lambda schema: self._braced(schema, notation))
         return f'"{{" WS? {listed} WS? "}}"'
 
-    def _refer(self, i: int, name: str, schema: dict[str, Any]) -> str:
-        """Return a reference to a JSON schema; its name is in messages about the schema."""
+    def _refer(self, i: int, name: str, schema: dict[str, Any], place: str) -> str:
+        """Return a reference to a JSON schema, whose place in the request is in messages about it."""
         name = f"of-{name}" if f"of-{name}" not in self.named else f"of-{name}-{i}"
-        self.named[name] = schema
+        self.named[name] = StructuredOutputsParams(json=schema, field=place)
         return f"@{name}"
 
     def _add(self, *rules: str) -> None:
@@ -110,21 +113,22 @@ class Arguments:
             after = tags.after_key if text or not tags.after_key_of_json else tags.after_key_of_json
             head = " WS? ".join(filter(None, [quoted(name), *map(self.literals.of, after)]))
             rule = f"of_{i}_{j}"
-            self._add(f"{rule}: {before} {head} {self._tagged_value(i, j, schema, tags)}")
+            value = self._tagged_value(i, j, schema, tags, f"{function.field}.properties.{name}")
+            self._add(f"{rule}: {before} {head} {value}")
             row.append(rule if function.is_required(name) else f"{rule}?")
         if not row and function.schema.get("additionalProperties", True) is not False:
             self._add(_KEY)
             row.append(f"({before} KEY {' WS? '.join(filter(None, map(self.literals.of, tags.after_key)))} value WS?)*")
         return " WS? ".join(row)
 
-    def _tagged_value(self, i: int, j: int, schema: dict[str, Any], tags: TaggedArguments) -> str:
+    def _tagged_value(self, i: int, j: int, schema: dict[str, Any], tags: TaggedArguments, place: str) -> str:
         after = self.literals.of(tags.after_value)
         choices = _choices(schema)
         if choices is not None:
             return f"WS? ({' | '.join(quoted(text) for text in choices)}) WS? {after}"
         if is_text(schema) or "string" in types_of(schema) or not types_of(schema) & _JSON_TYPES:
             return "value"
-        return f"WS? {self._refer(i, f'{i}-{j}', schema)} WS? {after}"
+        return f"WS? {self._refer(i, f'{i}-{j}', schema, place)} WS? {after}"
 
     # ------------------------------------------------------------------------- Python and braces
 
