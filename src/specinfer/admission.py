@@ -111,6 +111,8 @@ class Admission:
         live = self.num_live_by_tenant()
         self.quotas.check_tokens(tenant)
         self.quotas.check_outputs(tenant, live[tenant], count, self.capacity_of(tenant))
+        if count > self.capacity and not live[tenant]:
+            count = 1  # more than may ever wait: they are taken from a tenant that has no others
         is_first = tenant in self.quotas.limits and not live[tenant] and count == 1
         if not is_first and live.total() + self._num_kept_from(tenant, live) + count > self.capacity:
             raise QueueFullError(f"the queue is full ({counted(num_waiting, 'request')}); try again later")

@@ -232,7 +232,7 @@ def test_other_keywords_are_refused(kwargs: Any) -> None:
         ({"role": ["user"], "content": "a"}, r"\.role"),
         ({"role": "user", "content": 3}, r"\.content"),
         ({"role": "user", "content": [{}]}, r"\.content\[0\]\.type"),
-        ({"role": "user", "content": [{"type": "text", "text": 3}]}, r"\.content\[0\]\.text"),
+        ({"role": "user", "content": [{"type": "text", "text": 3}]}, r"\.content\[0\]\.type"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}, r".*fetched"),
         ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, r"\.content\[0\]\.type"),
         ({"role": "user", "content": [{"type": "file", "file": {}}]}, r"\.content\[0\]\.type"),

@@ -417,7 +417,13 @@ def test_too_much_at_once_is_refused_before_the_stream(llm: LLM) -> None:
             assert refused.status_code == 429
             assert refused.headers["retry-after"]
             assert (await first).status_code == 200
-            never = await client.post("/v1/completions", json={"prompt": "a", "n": 33})
+            many = {"prompt": "a", "n": 33, "max_tokens": 2}
+            others = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in (long, many)]
+            assert (await others[1]).status_code == 429
+            assert (await others[0]).status_code == 200
+            alone = await client.post("/v1/completions", json=many)
+            assert len(choices_of(alone)) == 33
+            never = await client.post("/v1/completions", json={"prompt": ["a"] * 33})
             assert never.status_code == 400
 
     asyncio.run(run())

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 import specinfer
-from serving import error_of, serve
+from serving import error_of, serve, served_on_port
 from specinfer.llm import LLM
 from specinfer.server.state import ServerState
 
@@ -41,6 +41,39 @@ def test_the_sdk_reads_the_list(llm: LLM) -> None:
             assert model.id == "tiny"
             assert model.created == int(state.started)
             assert (await sdk.models.retrieve("tiny")).id == "tiny"
+
+    serve(llm, body)
+
+
+@pytest.mark.parametrize("key", [None, "a-key-of-some-length"])
+def test_what_can_be_read_has_a_head(llm: LLM, key: str | None) -> None:
+    """Over a real port, where an answer to HEAD must have no body."""
+    paths = ["/", "/health", "/health/ready", "/ping", "/load", "/version", "/v1/models", "/v1/models/tiny"]
+    paths += ["/api/version", "/api/tags", "/api/ps", "/tokenizer_info", "/openapi.json", "/nothing"]
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    with served_on_port(llm, api_keys=() if key is None else (key,)) as url, httpx.Client(base_url=url) as client:
+        for path in paths:
+            read, head = client.get(path, headers=headers), client.head(path, headers=headers)
+            assert (head.status_code, head.content) == (read.status_code, b""), path
+            assert head.headers["content-type"] == read.headers["content-type"]
+            assert int(head.headers["content-length"]) == len(read.content), path
+        assert client.head("/v1/completions", headers=headers).status_code == 405
+        if key is not None:
+            assert client.head("/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/responses/compact", 404), ("PATCH", "/v1/responses/x", 404), ("POST", "/v1/models/tiny", 404),
+        ("GET", "/v1/responses", 405), ("DELETE", "/v1/models", 405), ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/chat/completions/render", 404), ("DELETE", "/v1/responses/x", 404),
+    ],
+)  # fmt: skip
+def test_a_path_under_another_one_is_not_found(llm: LLM, method: str, path: str, status: int) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+        answer = await client.request(method, path, json={} if method in ("POST", "PATCH") else None)
+        assert (answer.status_code, error_of(answer)["type"]) == (status, "invalid_request_error")
 
     serve(llm, body)
 

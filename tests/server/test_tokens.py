@@ -12,6 +12,7 @@ import pytest
 from serving import Caller, app_of, error_of, serve
 from specinfer import AsyncLLM
 from specinfer.llm import LLM
+from specinfer.server.field_checks import IGNORED_HEADER
 from specinfer.server.state import ServerState
 from tiny import VOCAB, save_model, save_tokenizer
 
@@ -62,7 +63,6 @@ def test_a_conversation_becomes_the_tokens_that_chat_would_read(llm: LLM) -> Non
     [
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
         ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "unknown": 1}, "unknown"),
         (
             "/tokenize",
             {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True},
@@ -150,3 +150,24 @@ def test_prompts_that_can_never_wait_together_are_refused_before_they_are_read(
     answer = ask(llm, "/v1/completions", prompt=["the"] * 1000)
     assert answer.status_code == 400
     assert "1000 outputs are more than the" in error_of(answer)["message"]
+
+
+def test_fields_that_are_not_known_are_ignored_and_named(llm: LLM) -> None:
+    asked = {"messages": [{"role": "user", "content": "a"}], "mm_processor_kwargs": {}, "padding": None}
+    answer = ask(llm, "/tokenize", **asked, chat_template_kwargs={"thinking": True}, add_generation_prompt=None)
+    assert answer.json()["tokens"] == llm.chat_prompt(asked["messages"])
+    assert answer.headers[IGNORED_HEADER] == "mm_processor_kwargs, chat_template_kwargs.thinking"
+    assert ask(llm, "/detokenize", tokens=[5], foo=1).headers[IGNORED_HEADER] == "foo"
+    refused = ask(llm, "/tokenize", **asked, chat_template="{{ 1 }}")
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "chat_template")
+
+
+def test_the_tokenizer_is_described_as_vllm_does(llm: LLM, tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, state: ServerState) -> dict[str, Any]:
+        found: dict[str, Any] = (await client.get("/tokenizer_info")).json()
+        return found
+
+    told = serve(llm, body)
+    assert (told["tokenizer_class"], told["chat_template"]) == (type(llm.tokenizer).__name__, TEMPLATE)
+    assert (told["bos_token"], told["eos_token"]) == ("<s>", "</s>")
+    assert str(tmp_path.parent.parent) not in str(told), "no paths of this machine"

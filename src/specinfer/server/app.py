@@ -5,9 +5,12 @@ The middleware from the outside in: `ServingMiddleware` names and logs requests,
 that cannot be taken, and `Bodies` reads bodies.
 """
 
+from functools import cache
+
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -121,6 +124,8 @@ class Gate:
 
 async def _error_response(request: Request, error: Exception) -> JSONResponse:
     path, api_error = route_path(request.scope), as_api_error(error)
+    if api_error.code == "method_not_allowed" and path not in _paths():  # it only looks like the id of something
+        api_error = as_api_error(HTTPException(404))
     if api_error.code == "not_found" and (meant := _meant(path)):
         api_error.message = f"there is nothing under this path; did you mean {meant}?"
     return refusal(state_of(request), api_error, path)
@@ -128,5 +133,10 @@ async def _error_response(request: Request, error: Exception) -> JSONResponse:
 
 def _meant(path: str) -> str | None:
     """Return the path that a client meant whose base URL has no /v1, or one too many."""
-    paths = {getattr(route, "path", None) for module in _MODULES for route in module.router.routes}
-    return next((near for near in (f"/v1{path}", path.removeprefix("/v1")) if near in paths and near != path), None)
+    nearby = (f"/v1{path}", path.removeprefix("/v1"))
+    return next((near for near in nearby if near in _paths() and near != path), None)
+
+
+@cache
+def _paths() -> frozenset[str]:
+    return frozenset(getattr(route, "path", "") for module in _MODULES for route in module.router.routes)

@@ -85,14 +85,14 @@ class Call:
         return self.fields.model or self.state.names[0]
 
     def check_count(self, num_prompts: int, num_outputs: int) -> None:
-        """Refuse more outputs than the queue can ever have.
+        """Refuse more outputs than a key, or the queue for several prompts, can ever have.
 
         Raises:
             RequestError: There are more.
         """
-        capacity = self.state.engine.admission.capacity_of(self.tenant)
-        if num_outputs > capacity:
-            field = "n" if num_prompts == 1 else "prompt"
+        admission, field = self.state.engine.admission, "n" if num_prompts == 1 else "prompt"
+        capacity, limit = admission.capacity_of(self.tenant), admission.quotas.limits_of(self.tenant)
+        if num_outputs > capacity and (num_prompts > 1 or limit.max_num_queued_reqs is not None):
             raise RequestError(
                 f"{field}: {num_outputs} outputs are more than the {capacity} that may wait; ask for fewer"
             )

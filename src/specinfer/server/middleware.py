@@ -41,6 +41,8 @@ class ServingMiddleware:
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
         scope["root_path"] = self._state.config.root_path  # routes then match paths with and without it
+        # The server sends no body in response to HEAD.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         mark, start, status = REQUEST_ID.set(request_id), time.monotonic(), 0
 
         async def framed(message: Message) -> None:
@@ -51,7 +53,7 @@ class ServingMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, framed)
+            await self._app(inner, receive, framed)
         finally:
             if self._state.config.access_log and scope["path"] not in QUIET_PATHS:
                 client = (scope.get("client") or ("-",))[0]

@@ -42,7 +42,6 @@ def _model(request: Request, state: ServerState, name: str) -> dict[str, Any]:
     }
 
 
-@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
     """Report whether the engine works, also during shutdown, and the compute path of each model."""
@@ -58,7 +57,6 @@ async def health(request: Request) -> JSONResponse:
     )
 
 
-@router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready")
 async def ready(request: Request) -> JSONResponse:
     """Report whether the server takes new work."""

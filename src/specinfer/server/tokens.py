@@ -1,6 +1,6 @@
-"""POST /tokenize and /detokenize, in vLLM's formats."""
+"""/tokenize, /detokenize and /tokenizer_info, in vLLM's formats."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -11,6 +11,7 @@ from specinfer.core.errors import RequestError
 from specinfer.server.auth import body_size_of, tenant_of
 from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import ApiError, as_api_error
+from specinfer.server.field_checks import REFUSED, with_ignored
 from specinfer.server.json_body import MAX_VALUES
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.state import ServerState, state_of
@@ -25,17 +26,17 @@ Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 class TokenizeRequest(BaseModel):
     """The body of a request to /tokenize: a text, or a conversation for the model's chat template."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: StrictStr | None = None
     prompt: Annotated[StrictStr, Field(max_length=MAX_CHARACTERS)] | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000, fail_fast=True)] | None = None
     add_special_tokens: StrictBool | None = None
-    add_generation_prompt: StrictBool = True
-    continue_final_message: StrictBool = False
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=10_000, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: StrictBool = False
+    return_token_strs: StrictBool | None = None
 
 
 class TokenizeResponse(BaseModel):
@@ -50,7 +51,7 @@ class TokenizeResponse(BaseModel):
 class DetokenizeRequest(BaseModel):
     """The body of a request to /detokenize."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: StrictStr | None = None
     tokens: Annotated[list[Token], Field(max_length=MAX_VALUES, fail_fast=True)]
@@ -67,15 +68,43 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> Response:
     state = _state(request, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "prompt: give either prompt or messages", param="prompt")
+    headers = _headers(asked, state.engine.llm.reader.unread_kwargs(asked.chat_template_kwargs))
     body = await _read(request, state, lambda: _tokenized(state, asked))
-    return Response(body, media_type="application/json")
+    return Response(body, headers=headers, media_type="application/json")
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
 async def detokenize(request: Request, asked: DetokenizeRequest) -> Response:
     state = _state(request, asked.model)
+    headers = _headers(asked)
     body = await _read(request, state, lambda: _detokenized(state, asked.tokens))
-    return Response(body, media_type="application/json")
+    return Response(body, headers=headers, media_type="application/json")
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """Describe the tokenizer and the chat template, for clients that fill in the template themselves."""
+    llm = _state(request, None).engine.llm
+    added = llm.tokenizer.added_tokens_decoder.items()
+    return {name: str(token) for name, token in llm.tokenizer.special_tokens_map.items()} | {
+        "tokenizer_class": type(llm.tokenizer).__name__,
+        "model_max_length": llm.max_model_len,
+        "added_tokens_decoder": {str(i): {"content": one.content, "special": one.special} for i, one in added},
+        "chat_template": llm.reader.chat_template,
+    }
+
+
+def _headers(asked: BaseModel, unread: Sequence[str] = ()) -> dict[str, str]:
+    """Return the header that names ignored fields and keywords of the template.
+
+    Raises:
+        ApiError: A field cannot be ignored.
+    """
+    unknown = {name: value for name, value in (asked.model_extra or {}).items() if value is not None}
+    if "chat_template" in unknown:
+        message = f"chat_template: not supported; {REFUSED['chat_template']}"
+        raise ApiError(400, message, param="chat_template", code="unsupported_parameter")
+    return with_ignored({}, [*sorted(unknown), *(f"chat_template_kwargs.{name}" for name in unread)])
 
 
 async def _read(request: Request, state: ServerState, action: Callable[[], T]) -> T:
@@ -111,7 +140,7 @@ def _detokenized(state: ServerState, tokens: list[int]) -> str:
 
 def _tokenized(state: ServerState, asked: TokenizeRequest) -> str:
     """Return the response as JSON."""
-    llm, with_strings = state.engine.llm, asked.return_token_strs
+    llm, with_strings = state.engine.llm, bool(asked.return_token_strs)
     if asked.messages is None:
         assert asked.prompt is not None
         special = asked.add_special_tokens is not False
@@ -127,7 +156,7 @@ def _render(state: ServerState, asked: TokenizeRequest) -> list[int]:
     if asked.add_special_tokens:
         raise RequestError("add_special_tokens: with messages they are the template's; leave it out")
     options: dict[str, Any] = {}
-    if not asked.add_generation_prompt:
+    if asked.add_generation_prompt is False:
         options["add_generation_prompt"] = False
     if asked.continue_final_message:
         options["continue_final_message"] = True

@@ -22,7 +22,7 @@ def forms_of(messages: list[Message], *, needs_objects: bool) -> Iterator[list[M
     yield one_system
     plain = [_plain(message, needs_objects) for message in one_system]
     yield plain
-    single = _with_single_calls(plain)
+    single = [part for message in plain for part in _with_single_calls(message)]
     yield single
     yield _alternating(single)
 
@@ -49,26 +49,10 @@ def _with_object(function: Message) -> Message:
     return function if isinstance(function["arguments"], Mapping) else function | {"arguments": {}}
 
 
-def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of one call each, followed by its result."""
-    found: list[Message] = []
-    waiting: list[Message] = []  # calls without a result
-    for message in messages:
-        if message["role"] == "tool":
-            call = next((one for one in waiting if one["tool_calls"][0]["id"] == message["tool_call_id"]), None)
-            if call is not None:
-                waiting.remove(call)
-                found.append(call)
-        else:
-            found += waiting
-            waiting = []
-        calls = message.get("tool_calls", ())
-        if len(calls) > 1:
-            rest = [message | {"content": "", "tool_calls": [call]} for call in calls[1:]]
-            waiting = [message | {"tool_calls": calls[:1]}, *rest]
-        else:
-            found.append(message)
-    return found + waiting
+def _with_single_calls(message: Message) -> list[Message]:
+    calls = message.get("tool_calls", [])
+    rest = [message | {"content": "", "tool_calls": [call]} for call in calls[1:]]
+    return [message | {"tool_calls": calls[:1]} if rest else message, *rest]
 
 
 def _alternating(messages: Sequence[Message]) -> list[Message]:

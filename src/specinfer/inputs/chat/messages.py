@@ -148,46 +148,38 @@ def _text(value: Any) -> str:
 
 def _read_content(field: str, content: Any, role: str) -> tuple[str, str]:
     """Return a text and thoughts, both joined from parts if there are any. Results that are no parts become JSON."""
-    is_result = role in ("tool", "function")
-    if content is None:
-        return "", ""
-    if isinstance(content, str):
-        return content, ""
-    parts = [content] if isinstance(content, Mapping) else content
-    if is_result and not (isinstance(parts, (list, tuple)) and all(map(_is_part, parts))):
-        return _json(field, content), ""
+    if content is None or isinstance(content, str):
+        return content or "", ""
+    is_result, parts = role in ("tool", "function"), [content] if isinstance(content, Mapping) else content
     if not isinstance(parts, (list, tuple)):
+        if is_result:
+            return _json(field, content), ""
         raise RequestError(f"{field}: must be text or a list of text parts, not {content!r:.60}")
     if len(parts) > _MAX_PARTS:
         raise RequestError(f"{field}: {len(parts)} parts are too many; send at most {_MAX_PARTS}")
     texts, thoughts = list[str](), list[str]()
     for i, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in _THOUGHT_PARTS and isinstance(part, Mapping):
-            (thoughts if role == "assistant" else texts).append(_thought(part))
-        else:
-            texts.append(_read_part(f"{field}[{i}]", part, is_result=is_result))
+        kind = part.get("type") or "text" if isinstance(part, Mapping) else None
+        text = _text_of(part, kind)
+        if text is None and not is_result:
+            raise RequestError(f"{field}[{i}].type: only text is served, not {part!r:.60}; nothing is fetched")
+        if text is None and kind not in _MEDIA:
+            return _json(field, content), ""
+        is_thought = kind in _THOUGHT_PARTS and role == "assistant"
+        (thoughts if is_thought else texts).append(f"({kind} left out: only text is served)" if text is None else text)
     return "\n".join(texts), "\n".join(filter(None, thoughts))
 
 
-def _is_part(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, Mapping) and (isinstance(value.get("type"), str) or isinstance(value.get("text"), str))
-    )
-
-
-def _read_part(field: str, part: Any, *, is_result: bool) -> str:
+def _text_of(part: Any, kind: Any) -> str | None:
+    """Return the text of a part, or None if it is of another kind."""
     if isinstance(part, str):
         return part
-    kind = part.get("type") or "text" if _is_part(part) else None
-    if isinstance(kind, str) and kind in _TEXT_PARTS:
-        text = part.get(_TEXT_PARTS[kind])
-        if text is not None and not isinstance(text, str):
-            raise RequestError(f"{field}.{_TEXT_PARTS[kind]}: must be text, not {text!r:.60}")
-        return text or ""
-    if is_result:
-        return f"({kind} left out: only text is served)" if kind in _MEDIA else _json(field, part)
-    raise RequestError(f"{field}.type: only text is served, not {kind!r:.60}; nothing is fetched")
+    if kind in _THOUGHT_PARTS:
+        return _thought(part)
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        return None
+    text = part.get(_TEXT_PARTS[kind])
+    return "" if text is None and part.get("type") else text if isinstance(text, str) else None
 
 
 def _thought(part: Mapping[str, Any]) -> str:
