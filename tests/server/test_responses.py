@@ -282,7 +282,7 @@ def test_codex_gets_calls_in_the_items_of_its_tools_and_sends_them_back() -> Non
         outputs = [
             {"type": "function_call_output", "call_id": calls[0]["call_id"], "output": "a.txt"},
             {"type": "function_call_output", "call_id": calls[1]["call_id"], "output": [
-                {"type": "input_text", "text": "done"},
+                {"type": "input_text", "text": "done"}, {"type": "input_image", "image_url": "data:;base64,AA"},
             ]},
             {"type": "custom_tool_call_output", "call_id": calls[2]["call_id"], "output": "Success"},
             {"type": "custom_tool_call_output", "call_id": calls[3]["call_id"], "output": "Failure"},
@@ -294,7 +294,7 @@ def test_codex_gets_calls_in_the_items_of_its_tools_and_sends_them_back() -> Non
         assert (call.type, call.name, call.namespace) == ("function_call", "spawn_agent", "agents")  # type: ignore[union-attr]
         prompt = llm.script.prompts[-1]
         assert CALLS.replace("\n<tool_call>", "<tool_call>") in prompt
-        for text in ("a.txt", "done", "Success", "agents__spawn_agent"):
+        for text in ("a.txt", "done\n(input_image left out", "Success", "agents__spawn_agent"):
             assert text in prompt
         assert "base64" not in prompt
 
@@ -348,7 +348,7 @@ def test_items_of_other_servers_become_messages_or_are_left_out(llm: LLM) -> Non
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"},
         {"type": "item_reference", "id": "rs_2"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
-        USER | {"role": "assistant", "status": "completed", "phase": "commentary", "content": [
+        USER | {"role": "assistant", "status": "completed", "phase": "commentary", "odd": 1, "content": [
             {"type": "output_text", "text": "I look.", "annotations": [{"type": "url_citation"}], "logprobs": []},
         ]},
         shell,
@@ -372,8 +372,29 @@ def test_items_of_other_servers_become_messages_or_are_left_out(llm: LLM) -> Non
     assert ids_of(llm, items) == llm.reader.read_chat(messages)
     (answer,) = post(llm, {"input": items, "max_output_tokens": 1})
     assert answer.status_code == 200, answer.text
-    kinds = ("reasoning", "item_reference", "web_search_call", "ghost_snapshot", "compaction", "tool_search_call")
+    kinds = (
+        "reasoning",
+        "item_reference",
+        "web_search_call",
+        "ghost_snapshot",
+        "compaction",
+        "tool_search_call",
+        "odd",
+    )
     assert answer.headers["x-specinfer-ignored-fields"] == ", ".join(f"input.{kind}" for kind in kinds)
+
+
+def test_a_call_that_was_cut_off_comes_back() -> None:
+    text = _tagged("exec_command", cmd="ls -la and much more of this") + _tagged("apply_patch", input="begun and more")
+    for limit in (20, 60):
+        with scripted([text]) as llm:
+            body = CODEX | {"input": [USER], "max_output_tokens": limit}
+            (first,) = post(llm, body)
+            cut = first.json()
+            assert (cut["status"], cut["output"][-1]["status"]) == ("incomplete", "incomplete")
+            output = {"type": "function_call_output", "call_id": cut["output"][-1]["call_id"], "output": "no JSON"}
+            (second,) = post(llm, body | {"input": [USER, *cut["output"], output]})
+            assert second.status_code == 200, second.text
 
 
 def test_an_input_is_counted(llm: LLM) -> None:

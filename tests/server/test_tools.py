@@ -588,7 +588,7 @@ def test_a_stream_has_the_deltas_of_openai_and_the_official_client_joins_them() 
     user: list[Any] = [{"role": "user", "content": "Rome?"}]
     text = "I look.\n" + _custom_call("*** Begin\n\u20ac", is_ascii=False) + "\n" + TWO["hermes"]
 
-    async def talk(llm: LLM) -> None:
+    async def talk(llm: Any) -> None:
         async with AsyncLLM(llm) as engine:
             http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app_of(engine)))
             async with openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="-", http_client=http) as client:
@@ -597,6 +597,13 @@ def test_a_stream_has_the_deltas_of_openai_and_the_official_client_joins_them() 
                 choices = [event.choices[0] async for event in stream]
                 async with client.chat.completions.stream(model="tiny", messages=user, tools=tools[:2]) as helper:
                     final = await helper.get_final_completion()
+                called: Any = whole.choices[0].message
+                results: list[Any] = [
+                    {"role": "tool", "tool_call_id": call.id, "content": "ok"} for call in called.tool_calls
+                ]
+                again = [*user, called.model_dump(), *results]
+                await client.chat.completions.create(model="tiny", messages=again, tools=tools)
+                assert json.dumps({"input": "*** Begin\n\u20ac"}, ensure_ascii=False) in llm.script.prompts[-1]
         message, parts = whole.choices[0].message, [one for c in choices for one in c.delta.tool_calls or []]
         custom, weather, time = message.tool_calls or []
         assert message.content == "".join(c.delta.content or "" for c in choices) == "I look."

@@ -76,7 +76,7 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
     generations = await call.submit([(read.ids, read.params)], read.plan.reasoning)
     outputs = [
-        _Output(i, fields, read.plan.parser(tells_thoughts=fields.tells_thoughts), read.plan.custom, texts)
+        _Output(i, fields, read.plan.parser(separates_thoughts=fields.separates_thoughts), read.plan.custom, texts)
         for i in range(read.params.n)
     ]
 

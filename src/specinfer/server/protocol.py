@@ -234,8 +234,8 @@ class ChatFields(SharedFields):
         return self.include_reasoning is not False and (self.reasoning or {}).get("exclude") is not True
 
     @property
-    def tells_thoughts(self) -> bool:
-        """True if thoughts are told from the content. The fields are SGLang's and llama.cpp's."""
+    def separates_thoughts(self) -> bool:
+        """True if thoughts are separate from the content. The fields are SGLang's and llama.cpp's."""
         return self.separate_reasoning is not False and self.reasoning_format != "none"
 
 

@@ -75,7 +75,8 @@ async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
         has_summaries=(fields.reasoning or {}).get("summary") not in (None, "none"),
         seals="reasoning.encrypted_content" in (fields.include or ()),
     )
-    return ItemsResponse(fields, generation, items, read.plan.parser(), read.ignored)
+    ignored = [re.sub("^messages", "input", name) for name in read.ignored]
+    return ItemsResponse(fields, generation, items, read.plan.parser(), ignored)
 
 
 async def _read(call: Call, fields: ResponsesFields) -> ReadConversation:

@@ -50,15 +50,15 @@ class ToolPlan:
     reasoning: Reasoning | None = None
     _grammar: CallGrammar | None = None
 
-    def parser(self, *, tells_thoughts: bool = True) -> Parser:
+    def parser(self, *, separates_thoughts: bool = True) -> Parser:
         """Return a parser for one response; each of `n` responses needs its own.
 
         Args:
-            tells_thoughts: Whether a thought is told from the content.
+            separates_thoughts: Whether a thought is separate from the content.
         """
         functions = () if self._grammar is None else self._grammar.functions
         schemas = {function.name: function.schema for function in functions}
-        parser = OutputParser(self.call_format, schemas, self.reasoning if tells_thoughts else None)
+        parser = OutputParser(self.call_format, schemas, self.reasoning if separates_thoughts else None)
         return CustomInputs(parser, self.custom) if self.custom else parser
 
     def thinking(self, reasoning: Reasoning | None) -> "ToolPlan":
