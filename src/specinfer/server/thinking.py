@@ -1,4 +1,4 @@
-"""What a request asks of the model's thoughts: keywords for the chat template, or a budget if it reads none."""
+"""Keywords for the chat template and a budget for thoughts, from what a request asks of them."""
 
 import re
 from typing import Any
