@@ -640,7 +640,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"drafters": names}, "drafters") for names in (["ngram", "ngram"], [""], ["ngram", ""], "")),
     *(({"dtype": dtype}, "dtype") for dtype in ("int8", "", "fp32", "float64")),
     *(({"device": device}, "device") for device in ("tpu9", "", "gpu", "cuda:x")),
-    *(({"max_model_len": value}, "max_model_len") for value in (0, -1, 1.5, True, "256", 257, 10**9)),
+    *(({"max_model_len": value}, "max_model_len") for value in (0, -2, 1.5, True, "256", 257, 10**9)),
     *(({"max_num_seqs": value}, "max_num_seqs") for value in (0, -1, 2.0, False)),
     *(({"max_num_batched_tokens": value}, "max_num_batched_tokens") for value in (0, -1, 2.0, True)),
     *(({"kv_cache_memory_bytes": value}, "kv_cache_memory_bytes") for value in (0, -1, 1e9, 1, 1000)),

@@ -58,7 +58,7 @@ def test_a_thought_that_is_cut_off_is_all_thought_and_an_answer_without_one_all_
             assert _split(parser, _pieces(f" So {found.end} ends it. ", size))[1] == f" So {found.end} ends it. "
 
 
-@given(st.text("<thinkgs/>[THINK] \n\\ab", max_size=40), st.text("<think/>\nxy", max_size=20), st.integers(1, 9))
+@given(st.text("</tik nhs>[THINK] \n\\ab", max_size=40), st.text("<think/>\nxy", max_size=20), st.integers(1, 9))
 def test_the_split_does_not_depend_on_the_pieces(thought: str, answer: str, size: int) -> None:
     for found in DISTINCT:
         for is_open in (False, True):
