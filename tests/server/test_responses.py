@@ -90,7 +90,7 @@ def ids_of(llm: LLM, items: list[Any], **more: Any) -> list[int]:
     """The prompt that an input becomes."""
     fields = ResponsesFields.model_validate({"input": items, **more})
     fields.check()
-    return read_conversation(llm, fields.as_chat(Conversation.of(fields).messages)).ids
+    return read_conversation(llm, fields.as_chat(Conversation.of(fields).messages, [])).ids
 
 
 def test_an_answer_is_the_output_of_generate(llm: LLM) -> None:

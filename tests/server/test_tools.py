@@ -27,6 +27,7 @@ from specinfer.inputs.formats.calls import (
     CallFormat,
 )
 from specinfer.inputs.formats.parser import OutputParser
+from specinfer.inputs.formats.writing import written_calls
 from specinfer.inputs.prompts import PromptReader
 from specinfer.server.json_body import read_generated
 from specinfer.server.tools import ToolPlan, left_out_tools, plan_tools, tools_of_functions
@@ -357,6 +358,9 @@ def test_several_hundred_tools_with_names_of_other_protocols_are_served() -> Non
         assert _fits(reader, plan.structured_outputs, call % (names[i], i)) is True
         assert _fits(reader, plan.structured_outputs, call % (names[i], i + 1)) is False
         assert _parsed(plan.parser(), call % (names[i], i)) == ("", [(names[i], f'{{"a": {i}}}')])
+        assert call % (names[i], i) == written_calls(HERMES, [(names[i], {"a": i})]).replace(">\n", ">").replace(
+            "\n<", "<"
+        )
     bare, reader = _plan("bare", "required", tools=tools)
     assert _fits(reader, bare.structured_outputs, f'[TOOL_CALLS]{names[7]}[ARGS]{{"a": 7}}') is True
     assert _parsed(bare.parser(), f'[TOOL_CALLS]{names[7]}[ARGS]{{"a": 7}}') == ("", [(names[7], '{"a": 7}')])

@@ -4,7 +4,7 @@
 fields are ignored and named in a header, except those whose sender would rely on them: these are refused by name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi.exceptions import RequestValidationError
@@ -14,7 +14,6 @@ from specinfer.core.sampling import MAX_LOGPROBS
 from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import CONSTRAINTS, HARMLESS, REFUSED, as_number, few, with_ignored
 from specinfer.server.response_format import ignored_keys
-from specinfer.server.tools import left_out_tools
 
 _STRICT = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
 
@@ -134,11 +133,8 @@ class SharedFields(BaseModel):
     slo: SLOFields | None = None
     trace: bool | None = None
 
-    def check(self, left_out: Sequence[str] = ()) -> dict[str, str]:
+    def check(self) -> dict[str, str]:
         """Check the fields and return the headers that the response gets because of them.
-
-        Args:
-            left_out: Names of parts of the request that are left out; the header has them too.
 
         Raises:
             ApiError: A field is not supported, or needs another field that is missing.
@@ -153,7 +149,7 @@ class SharedFields(BaseModel):
         if self.stream_options is not None:
             ignored += [f"stream_options.{name}" for name in self.stream_options.model_extra or ()]
             ignored += [] if self.stream else ["stream_options"]
-        return with_ignored({}, [*ignored, *ignored_keys("response_format", self.response_format), *left_out])
+        return with_ignored({}, [*ignored, *ignored_keys("response_format", self.response_format)])
 
     @property
     def constraints(self) -> dict[str, Any] | None:
@@ -224,9 +220,6 @@ class ChatFields(SharedFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    def check(self, left_out: Sequence[str] = ()) -> dict[str, str]:
-        return super().check([*left_out, *left_out_tools(self.tools, self.tool_choice)])
 
     @property
     def shows_thoughts(self) -> bool:

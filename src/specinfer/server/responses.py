@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,6 +19,7 @@ from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.responses_fields import Conversation, ResponsesFields
 from specinfer.server.responses_items import ResponseItems
+from specinfer.server.responses_tools import added_tools, flat_tools
 
 router = APIRouter(route_class=ParsedRoute)
 # Names of chat completions in errors, and their names here.
@@ -35,7 +37,7 @@ async def create_response(fields: ResponsesFields, request: Request) -> Response
 async def count_tokens(fields: ResponsesFields, request: Request) -> dict[str, Any]:
     """Count the tokens of an input."""
     fields.check()
-    read = await until_disconnect(request, _read(Call.of(request, fields), fields))
+    read, _ = await until_disconnect(request, _read(Call.of(request, fields), fields))
     return {"object": "response.input_tokens", "input_tokens": len(read.ids)}
 
 
@@ -62,7 +64,7 @@ async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
         RequestError: The request cannot be served.
         QueueFullError: The queue has no room for it.
     """
-    read = await _read(call, fields)
+    read, calls = await _read(call, fields)
     try:
         (generation,) = await call.submit([(read.ids, read.params)], read.plan.reasoning)
     except RequestError as error:
@@ -71,21 +73,26 @@ async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
         call.name,
         _head(call, fields, read.params),
         generation,
-        fields.flat_tools()[1],
+        calls,
         has_summaries=(fields.reasoning or {}).get("summary") not in (None, "none"),
         seals="reasoning.encrypted_content" in (fields.include or ()),
     )
-    ignored = [re.sub("^messages", "input", name) for name in read.ignored]
-    return ItemsResponse(fields, generation, items, read.plan.parser(), ignored)
+    return ItemsResponse(fields, generation, items, read.plan.parser(), read.ignored)
 
 
-async def _read(call: Call, fields: ResponsesFields) -> ReadConversation:
-    def read() -> ReadConversation:
+async def _read(call: Call, fields: ResponsesFields) -> tuple[ReadConversation, dict[str, dict[str, Any]]]:
+    """Return a request as a conversation, and the fields of items that report calls."""
+
+    def read() -> tuple[ReadConversation, dict[str, dict[str, Any]]]:
         conversation = Conversation.of(fields)
+        tools, calls = flat_tools([*(fields.tools or ()), *added_tools(fields.input)])
         try:
-            return read_conversation(call.state.engine.llm, fields.as_chat(conversation.messages))
+            found = read_conversation(call.state.engine.llm, fields.as_chat(conversation.messages, tools))
         except RequestError as error:
             raise _named(conversation.named(error)) from error
+        names = [re.sub("^messages", conversation.name, name) for name in found.ignored]
+        ignored = [*fields.unread_keys(), *dict.fromkeys(conversation.left_out), *names]
+        return replace(found, ignored=ignored), calls
 
     return await call.read(read)
 

@@ -6,7 +6,6 @@ things are refused; `store` itself is accepted without effect.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -28,7 +27,6 @@ from specinfer.server.protocol import (
 from specinfer.server.response_format import ignored_keys
 from specinfer.server.responses_items import unsealed
 from specinfer.server.responses_tools import added_tools, flat_choice, flat_name, flat_tools
-from specinfer.server.tools import left_out_tools
 
 MAX_ITEMS = 4096
 _INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
@@ -75,7 +73,7 @@ class ResponsesFields(SharedFields):
     store: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def check(self, left_out: Sequence[str] = ()) -> dict[str, str]:
+    def check(self) -> dict[str, str]:
         """Check the fields and return the headers that the response gets because of them.
 
         Raises:
@@ -86,15 +84,7 @@ class ResponsesFields(SharedFields):
             raise ApiError(400, f"truncation: use auto or disabled, not {self.truncation!r:.60}", param="truncation")
         if "message.output_text.logprobs" in (self.include or ()):
             raise ApiError(400, "include: no log-probabilities here; use /v1/chat/completions", param="include")
-        unread = [f"text.{key}" for key in (self.text or {}).keys() - {"format", "verbosity"}]
-        unread += [f"reasoning.{key}" for key in (self.reasoning or {}).keys() - {"effort", "summary"}]
-        unread += ignored_keys("text.format", self.format)
-        tools = left_out_tools(self.flat_tools()[0], flat_choice(self.tool_choice))
-        return super().check([*left_out, *sorted(unread), *tools, *left_out_items(self.input)])
-
-    def flat_tools(self) -> tuple[list[Any], dict[str, dict[str, Any]]]:
-        """Return all tools without namespaces, and the fields of items that report their calls."""
-        return flat_tools([*(self.tools or ()), *added_tools(self.input)])
+        return super().check()
 
     @property
     def prompt_limit(self) -> int | None:
@@ -115,14 +105,20 @@ class ResponsesFields(SharedFields):
             raise RequestError(f'text: format must be an object such as {{"type": "text"}}, not {asked!r:.60}')
         return asked
 
-    def as_chat(self, messages: list[dict[str, Any]]) -> ChatFields:
+    def unread_keys(self) -> list[str]:
+        """Return the names of keys within fields that have no meaning here."""
+        unread = [f"text.{key}" for key in (self.text or {}).keys() - {"format", "verbosity"}]
+        unread += [f"reasoning.{key}" for key in (self.reasoning or {}).keys() - {"effort", "summary"}]
+        return sorted(unread) + ignored_keys("text.format", self.format)
+
+    def as_chat(self, messages: list[dict[str, Any]], tools: list[Any]) -> ChatFields:
         """Return the request as one for a chat completion. Its values were checked as the fields of this one."""
         changed = {
             "messages": messages,
             "max_tokens": self.max_output_tokens,
             "response_format": self.format,
             "structured_outputs": self.constraints,
-            "tools": self.flat_tools()[0] or None,
+            "tools": tools or None,
             "tool_choice": flat_choice(self.tool_choice),
             "truncate_prompt_tokens": self.prompt_limit,
         }
@@ -139,11 +135,13 @@ class Conversation:
     Attributes:
         name: The field of the request that has them.
         places: For each message the item that it began with, then the items of its calls.
+        left_out: The types of items that are left out, as names for the header of ignored fields.
     """
 
     name: str = "input"
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[list[str]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, fields: ResponsesFields) -> "Conversation":
@@ -191,10 +189,11 @@ class Conversation:
 
     def _add_item(self, i: int, item: Any) -> None:
         place = f"input[{i}]"
-        kind = _kind_of(item)
-        if kind is None:
+        kind = item.get("type", "message" if "role" in item else None) if isinstance(item, dict) else None
+        if not isinstance(kind, str):
             raise RequestError(f"{place}: must be an object with a type, not {item!r:.60}")
-        if _is_left_out(item):
+        if _is_left_out(kind, item):
+            self.left_out.append(f"input.{kind}")
             return
         if kind in _REFUSED_ITEMS:
             raise RequestError(f"{place}.type: {kind} is not served; {_REFUSED_ITEMS[kind]}")
@@ -230,26 +229,12 @@ class Conversation:
 # ---------------------------------------------------------------------------------------- items
 
 
-def left_out_items(items: Any) -> list[str]:
-    """Return the types of items that are left out, as names for the header of ignored fields."""
-    kinds = [_kind_of(item) for item in items if _is_left_out(item)] if isinstance(items, list) else []
-    return [f"input.{kind}" for kind in dict.fromkeys(kinds)]
-
-
-def _kind_of(item: Any) -> str | None:
-    if not isinstance(item, dict):
-        return None
-    kind = item.get("type", "message" if "role" in item else None)
-    return kind if isinstance(kind, str) else None
-
-
-def _is_left_out(item: Any) -> bool:
+def _is_left_out(kind: str, item: dict[str, Any]) -> bool:
     """Return whether an item has nothing that the model can read."""
-    kind = _kind_of(item)
-    if kind is None or item.get("execution") == "server":  # a search for tools by another server
-        return kind is not None
     if kind == "item_reference":  # a thought is not missed
         return str(item.get("id")).startswith("rs_")
+    if kind in ("tool_search_call", "tool_search_output") and item.get("execution") == "server":
+        return True
     if kind in ("reasoning", "agent_message"):
         return not (_thought_of(item) if kind == "reasoning" else _texts_of(item.get("content")))
     return kind not in ("message", *_REFUSED_ITEMS, *_CALLS, *_OUTPUTS, "additional_tools")

@@ -31,7 +31,7 @@ def _written_part(part: Part, name: str, arguments: Mapping[str, Any] | str, num
     if isinstance(part, str):
         return part
     if isinstance(part, Name):
-        return json.dumps(name) if part.is_quoted else name
+        return json.dumps(name, ensure_ascii=False) if part.is_quoted else name
     if isinstance(part, (CallNumber, Label)):
         return f'"{number}"' if isinstance(part, Label) and part.is_quoted else str(number)
     if isinstance(arguments, str):
