@@ -64,11 +64,12 @@ def _named_tokens(header: GgufHeader, tokens: Sequence[str]) -> dict[str, str]:
 
 def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
     rule, listed = _rule(header), values_of(header, "merges", str)
-    if listed is None:
-        raise GgufError(header.path, "it has no merges of tokens", _NO_TOKENIZER)
+    kinds = zip(tokens, types_of(header, tokens), strict=True)
+    if listed is None and any(kind == TokenType.NORMAL and len(token) > 1 for token, kind in kinds):
+        raise GgufError(header.path, "it has no merges of tokens", _NO_TOKENIZER)  # files leave out an empty list
     vocabulary = _vocabulary(tokens)
     merges = []
-    for merge in listed:
+    for merge in listed or ():
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
         if left in vocabulary and right in vocabulary and left + right in vocabulary:
