@@ -115,14 +115,33 @@ def test_parts_of_text_have_many_forms(content: Any) -> None:
         ([1, "a", None], '[1, "a", null]'),
         (20.5, "20.5"),
         ([], ""),
-        (["a", {"type": "json", "json": {"b": 1}}], '["a", {"type": "json", "json": {"b": 1}}]'),
-        ([{"type": "image_url", "image_url": {"url": "data:x"}}, "b"], "(image_url left out: only text is served)\nb"),
+        ([{"type": "text", "text": "a"}, {"type": "json", "json": {"b": 1}}], 'a\njson: {"b": 1}'),
+        (
+            [{"type": "image_url", "image_url": {"url": "data:x"}}, "b"],
+            "[image_url: not shown, this model reads text only]\nb",
+        ),
     ],
 )
 def test_results_of_tools_may_be_of_any_type(content: Any, text: str) -> None:
     assert f"<tool_response>\n{text}\n</tool_response>" in text_of(
         HERMES, [USER, calling("{}"), RESULT | {"content": content}]
     )
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:x"}}
+SHEET = {"type": "document", "title": "Sheet", "source": {"type": "text", "data": "a,b"}}
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_images_of_earlier_messages_are_a_note(role: str) -> None:
+    turns = [{"role": role, "content": [IMAGE, SHEET]}, USER]
+    assert "[image_url: not shown, this model reads text only]\nSheet\na,b<|im_end|>" in text_of(PLAIN, turns)
+    with_images = [{"role": role, "content": "a", "images": ["x"]}, USER]
+    assert "a\n[image: not shown, this model reads text only]<|im_end|>" in text_of(PLAIN, with_images)
+    assert "Sheet\na,b<|im_end|>" in text_of(PLAIN, [USER, {"role": role, "content": [SHEET]}])
+    for newest in ([IMAGE], [{"type": "odd"}], [5]):
+        with pytest.raises(RequestError, match=r"messages\[1\]\.content\[0\]\.type: only text is served"):
+            text_of(PLAIN, [USER, {"role": role, "content": newest}])
 
 
 # -------------------------------------------------------------------------------------------- calls

@@ -80,7 +80,7 @@ def test_a_system_block_that_differs_in_each_session_is_dropped(server: Server) 
         ([], "<tool_response>\n\n</tool_response>"),
         ("sunny", "<tool_response>\nsunny\n"),
         ({"type": "text", "text": "sunny"}, "<tool_response>\nsunny\n"),
-        ({"temperature": 20}, "<tool_response>\ntemperature: 20\n"),
+        ({"temperature": 20}, '<tool_response>\n{"temperature": 20}\n'),
         (["sunny", {"type": "text", "text": "warm"}], "<tool_response>\nsunny\nwarm\n"),
         ([IMAGE, {"type": "text", "text": "a"}], f"<tool_response>\n{NOTE}\na\n"),
         ([{"type": "tool_reference", "tool_name": "grep"}], "<tool_response>\ngrep\n"),
@@ -170,6 +170,8 @@ def test_an_image_is_refused_in_the_newest_message_of_the_user_only(server: Serv
 def test_what_the_server_sent_is_accepted_back_with_other_fields(server: Server) -> None:
     answer = server.post().json()
     assert server.post(messages=[USER, answer, USER]).status_code == 200
+    text = '{"city": "Ro'
+    assert json.dumps(text)[1:-1] in server.prompt(messages=_turn(USE | {"input": text, "id": None}))
     cut = {"type": "tool_use", "id": "a", "name": "read", "input": None}
     assert server.prompt(messages=_turn(cut)) == server.prompt(messages=_turn(cut | {"input": {}}))
     assert server.prompt(messages=[{"role": "user", "content": {"type": "text", "text": "Hi."}}]) == server.prompt()

@@ -61,6 +61,14 @@ def test_clients_that_compare_versions_find_a_release_of_ollama(server: Server) 
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
 
 
+@pytest.mark.parametrize("path", ["/api/version", "/api/tags", "/api/ps", "/v1/models", "/version", "/health", "/"])
+def test_whatever_can_be_read_has_headers(server: Server, path: str) -> None:
+    answer, whole = server.client.head(path), server.client.get(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["content-type"] == whole.headers["content-type"]
+    assert server.client.head("/api/chat").status_code == 405
+
+
 def test_a_model_is_described_by_the_keys_that_clients_read(server: Server) -> None:
     shown = server.client.post("/api/show", json={"model": "tiny:latest"}).json()
     info = shown["model_info"]
@@ -126,12 +134,12 @@ def test_results_belong_to_the_call_with_their_name_or_id() -> None:
     shown = "{{ message.name }} {{ message.tool_call_id }};"
     template = TEMPLATES["hermes"].replace("<tool_response>\n{{ message.content }}\n</tool_response>", shown)
     with scripted(["a"], template=template) as llm, served_on_port(llm) as url, closing(Server(llm, url)) as server:
-        assert "time call_1_0;" in results_of({"content": "noon"}, {"content": "sunny"}).split("weather call_1_1;")[0]
+        assert "time call_0;" in results_of({"content": "noon"}, {"content": "sunny"}).split("weather call_1;")[0]
         by_name = {"tool_name": "weather", "content": "sunny"}, {"tool_name": "time", "content": "noon"}
-        assert "weather call_1_1;" in results_of(*by_name).split("time call_1_0;")[0]
-        by_id = {"tool_call_id": "call_1_1", "content": "sunny"}, {"content": "noon"}
-        assert "weather call_1_1;" in results_of(*by_id).split("time call_1_0;")[0]
-        assert "other call_1_0;" in results_of({"tool_name": "other", "content": "a"})
+        assert "weather call_1;" in results_of(*by_name).split("time call_0;")[0]
+        by_id = {"tool_call_id": "call_1", "content": "sunny"}, {"content": "noon"}
+        assert "weather call_1;" in results_of(*by_id).split("time call_0;")[0]
+        assert "other call_0;" in results_of({"tool_name": "other", "content": "a"})
 
 
 def test_images_of_the_history_are_a_note(server: Server) -> None:

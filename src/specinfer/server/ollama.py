@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from specinfer.core.errors import RequestError, reworded
 from specinfer.inputs.chat.messages import MAX_CALLS, MAX_MESSAGES
-from specinfer.server.anthropic_messages import NOT_SHOWN
 from specinfer.server.call import Call
 from specinfer.server.chat import ReadConversation, queue_conversation, read_conversation
 from specinfer.server.completion_prompts import read_prompt
@@ -255,23 +254,12 @@ def _chat_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     waiting: list[tuple[str, Any]] = []  # ids and names of calls that have no result yet
     for i, message in enumerate(given):
-        made = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
-        if message.get("thinking"):
-            made["reasoning_content"] = message["thinking"]
-        if message.get("images"):
-            if i == len(given) - 1 and message.get("role") != "tool":
-                raise _refusal(f"messages[{i}].images", "only text is served")
-            made["content"] = f"{message.get('content') or ''}\n{NOT_SHOWN.format('image')}".strip()
         calls = message.get("tool_calls")
         if isinstance(calls, list) and len(calls) > MAX_CALLS:
             raise RequestError(f"messages[{i}].tool_calls: {len(calls)} are too many; send at most {MAX_CALLS}")
         if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
-            ids = [call.get("id") or f"call_{i}_{j}" for j, call in enumerate(calls)]
-            made["tool_calls"] = [{"type": "function"} | call | {"id": ids[j]} for j, call in enumerate(calls)]
-            waiting = list(zip(ids, map(_function_name, calls), strict=True))
-        if message.get("role") == "tool":
-            _give_id(made, message.get("tool_name"), waiting)
-        messages.append(made)
+            waiting = [(call.get("id") or f"call_{j}", _function_name(call)) for j, call in enumerate(calls)]
+        messages.append(_completed(message, waiting) if message.get("role") == "tool" else message)
     return messages
 
 
@@ -280,11 +268,12 @@ def _function_name(call: dict[str, Any]) -> Any:
     return function.get("name") if isinstance(function, dict) else None
 
 
-def _give_id(result: dict[str, Any], name: Any, waiting: list[tuple[str, Any]]) -> None:
-    """Complete a result: by its id or its name it belongs to a call, or else to the first one without a result."""
-    given = result.get("tool_call_id")
+def _completed(result: dict[str, Any], waiting: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a result that has its call's id: that with its name, or else the first one without a result."""
+    given, name = result.get("tool_call_id"), result.get("tool_name")
     found = [call for call in waiting if (call[1] == name if given is None else call[0] == given)]
     call = next(iter(found or (waiting if given is None else ())), (given or "call_0", name))
     if call in waiting:
         waiting.remove(call)
-    result |= {"tool_call_id": call[0], "name": name or call[1]}
+    others = {key: value for key, value in result.items() if key != "tool_name"}
+    return others | {"tool_call_id": call[0], "name": name or call[1]}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specinfer.core.errors import RequestError
+from specinfer.inputs.chat.blocks import NOT_SHOWN, is_unreadable, text_of
 from specinfer.inputs.formats.calls import CallFormat
 from specinfer.inputs.formats.writing import written_calls
 
@@ -22,8 +23,6 @@ MAX_CALLS = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
-# Parts of tools' results that a note replaces. In other messages they are refused: the answer would be about nothing.
-_MEDIA = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file", "input_file")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of an answer's thoughts; the first one counts
 _READ = {"role", "content", "tool_calls", "function_call", "name", "refusal", "tool_call_id", *THOUGHTS}
 _OF_ANSWERS = {"annotations", "audio", "id", "phase", "status", "type"}  # fields of answers, which clients send back
@@ -57,7 +56,11 @@ def read_messages(messages: Any, *, has_developer: bool, call_format: CallFormat
         raise RequestError("messages: empty; give at least one message with role and content")
     if len(messages) > MAX_MESSAGES:
         raise RequestError(f"messages: {len(messages)} are too many; send at most {MAX_MESSAGES}")
-    read = [_read_message(f"messages[{i}]", message, call_format) for i, message in enumerate(messages)]
+    newest = len(messages) - 1
+    read = [
+        _read_message(f"messages[{i}]", message, call_format, is_newest=i == newest)
+        for i, message in enumerate(messages)
+    ]
     waiting: list[str] = []
     for message in read:
         if message["role"] == "developer" and not has_developer:
@@ -118,15 +121,19 @@ def unread_keys(messages: Any) -> list[str]:
     return sorted(map(str, given - _READ - _OF_ANSWERS))
 
 
-def _read_message(field: str, given: Any, call_format: CallFormat) -> Message:
+def _read_message(field: str, given: Any, call_format: CallFormat, *, is_newest: bool) -> Message:
     if not isinstance(given, Mapping):
         raise RequestError(f"{field}: must be an object with role and content, not {given!r:.60}")
     role = given.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{field}.role: use {', '.join(_ROLES)}, not {role!r:.60}")
-    if given.get("images"):
+    # A note in the newest message would be an answer about what the model has not seen.
+    refuses = is_newest and role not in ("tool", "function")
+    if given.get("images") and refuses:
         raise RequestError(f"{field}.images: only text is served; leave it out")
-    content, thoughts = _read_content(f"{field}.content", given.get("content"), role)
+    content, thoughts = _read_content(f"{field}.content", given.get("content"), role, refuses=refuses)
+    if given.get("images"):
+        content = f"{content}\n{NOT_SHOWN.format('image')}".lstrip()
     message: Message = {"role": role, "content": content}
     thoughts = next((text for key in THOUGHTS if (text := _text(given.get(key)))), thoughts)
     if thoughts and role == "assistant":
@@ -146,8 +153,12 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _read_content(field: str, content: Any, role: str) -> tuple[str, str]:
-    """Return a text and thoughts, both joined from parts if there are any. Results that are no parts become JSON."""
+def _read_content(field: str, content: Any, role: str, *, refuses: bool) -> tuple[str, str]:
+    """Return a text and thoughts, both joined from parts if there are any. Results that are no parts become JSON.
+
+    Args:
+        refuses: Whether images and the like are refused, and not replaced by a note.
+    """
     if content is None or isinstance(content, str):
         return content or "", ""
     is_result, parts = role in ("tool", "function"), [content] if isinstance(content, Mapping) else content
@@ -160,26 +171,31 @@ def _read_content(field: str, content: Any, role: str) -> tuple[str, str]:
     texts, thoughts = list[str](), list[str]()
     for i, part in enumerate(parts):
         kind = part.get("type") or "text" if isinstance(part, Mapping) else None
-        text = _text_of(part, kind)
-        if text is None and not is_result:
-            raise RequestError(f"{field}[{i}].type: only text is served, not {part!r:.60}; nothing is fetched")
-        if text is None and kind not in _MEDIA:
+        text = _text_of(part, kind, refuses=refuses)
+        if text is None and is_result:
             return _json(field, content), ""
-        is_thought = kind in _THOUGHT_PARTS and role == "assistant"
-        (thoughts if is_thought else texts).append(f"({kind} left out: only text is served)" if text is None else text)
+        if text is None:
+            given = part.get("type") if isinstance(part, Mapping) else part
+            raise RequestError(f"{field}[{i}].type: only text is served, not {given!r:.60}; nothing is fetched")
+        (thoughts if kind in _THOUGHT_PARTS and role == "assistant" else texts).append(text)
     return "\n".join(texts), "\n".join(filter(None, thoughts))
 
 
-def _text_of(part: Any, kind: Any) -> str | None:
-    """Return the text of a part, or None if it is of another kind."""
+def _text_of(part: Any, kind: Any, *, refuses: bool) -> str | None:
+    """Return the text of a part, or None if it has none."""
     if isinstance(part, str):
         return part
     if kind in _THOUGHT_PARTS:
         return _thought(part)
-    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+    if not isinstance(kind, str):
         return None
-    text = part.get(_TEXT_PARTS[kind])
-    return "" if text is None and part.get("type") else text if isinstance(text, str) else None
+    if kind in _TEXT_PARTS:
+        text = part.get(_TEXT_PARTS[kind])
+        return "" if text is None and part.get("type") else text if isinstance(text, str) else None
+    try:
+        return None if refuses and is_unreadable(part) else text_of(part) or None
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _thought(part: Mapping[str, Any]) -> str:
