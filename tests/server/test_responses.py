@@ -294,7 +294,7 @@ def test_codex_gets_calls_in_the_items_of_its_tools_and_sends_them_back() -> Non
         assert (call.type, call.name, call.namespace) == ("function_call", "spawn_agent", "agents")  # type: ignore[union-attr]
         prompt = llm.script.prompts[-1]
         assert CALLS.replace("\n<tool_call>", "<tool_call>") in prompt
-        for text in ("a.txt", "done\n(input_image left out", "Success", "agents__spawn_agent"):
+        for text in ("a.txt", "done\n[input_image: not shown", "Success", "agents__spawn_agent"):
             assert text in prompt
         assert "base64" not in prompt
 
