@@ -39,8 +39,6 @@ _NAMES = (
     (r"^response_format", "output_config.format"),
     (r"^stop\b", "stop_sequences"),
     (r"^system\.content", "system"),
-    (r"^(messages\[\d+\]\.content\[\d+\])\.arguments", r"\1.input"),
-    (r"^(messages\[\d+\]\.content\[\d+\])\.tool_call_id", r"\1.tool_use_id"),
 )
 
 
