@@ -187,6 +187,13 @@ def test_ids_of_calls_are_text_or_are_made() -> None:
     assert without_calls(text_of(shows_ids, asked)) == "call_0call_17call_0call_17"
     old = {"role": "assistant", "tool_calls": calls[:1], "function_call": function}
     assert without_calls(text_of(shows_ids, [USER, old])) == "call_0"
+    named = [{"id": i, "function": {"name": i, "arguments": {}}} for i in "ab"]
+    results = [{"role": "tool", "content": i, "name": i} for i in "ba"]
+    names = (
+        "{% for message in messages %}" + of_call + "{{ message.name }}{{ message.tool_call_id }} {% endfor %}" + TOOLS
+    )
+    text = text_of(names, [USER, {"role": "assistant", "tool_calls": named}, *results])
+    assert without_calls(text).split() == ["ab", "bb", "aa"]
     custom = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
     assert '"*** Begin"' in text_of(HERMES, [USER, {"role": "assistant", "tool_calls": [custom]}])
 

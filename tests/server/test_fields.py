@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from specinfer import RequestError, SamplingParams
 from specinfer.core.sampling import MAX_LOGPROBS, MAX_SEED
-from specinfer.server import anthropic, ollama
+from specinfer.server import anthropic
 from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import IGNORED_HEADER, with_ignored
 from specinfer.server.parameters import sampling_params, truncated
@@ -317,13 +317,6 @@ def test_messages_are_required() -> None:
         ChatFields.model_validate({})
     with pytest.raises(ValidationError, match="messages"):
         ChatFields.model_validate({"messages": "hello"})
-
-
-# These are converted in the event loop, which 400,000 calls and 9,000 results kept for five seconds.
-@pytest.mark.parametrize("given", [[{"role": "tool"}] * 4097, [{"role": "assistant", "tool_calls": [{}] * 129}]])
-def test_conversations_of_ollama_are_counted_before_they_are_converted(given: list[dict[str, Any]]) -> None:
-    with pytest.raises(RequestError, match="are too many"):
-        ollama._chat_messages(given)
 
 
 def test_blocks_of_anthropic_are_counted_before_they_are_converted() -> None:

@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from specinfer.core.errors import RequestError, reworded
-from specinfer.inputs.chat.messages import MAX_CALLS, MAX_MESSAGES
 from specinfer.server.call import Call
 from specinfer.server.chat import ReadConversation, queue_conversation, read_conversation
 from specinfer.server.completion_prompts import read_prompt
@@ -174,7 +173,7 @@ async def chat(fields: OllamaChatFields, request: Request) -> Response:
     """Answer a conversation, in Ollama's format."""
     if not fields.messages:
         return _loaded(request, fields, {"message": {"role": "assistant", "content": ""}})
-    asked = fields.as_chat(request, _chat_messages(fields.messages), fields.tools)
+    asked = fields.as_chat(request, fields.messages, fields.tools)
     return await _answer(request, fields, asked, "message")
 
 
@@ -242,38 +241,3 @@ def _as_format(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise RequestError(f'format: must be "json" or a JSON schema, not {given!r:.60}')
     return {"type": "json_schema", "json_schema": {"schema": given}}
-
-
-def _chat_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in the format of chat completions; results without an id belong to the calls in their order.
-
-    It runs in the event loop, so the numbers of messages and calls are checked first.
-    """
-    if len(given) > MAX_MESSAGES:
-        raise RequestError(f"messages: {len(given)} are too many; send at most {MAX_MESSAGES}")
-    messages: list[dict[str, Any]] = []
-    waiting: list[tuple[str, Any]] = []  # ids and names of calls that have no result yet
-    for i, message in enumerate(given):
-        calls = message.get("tool_calls")
-        if isinstance(calls, list) and len(calls) > MAX_CALLS:
-            raise RequestError(f"messages[{i}].tool_calls: {len(calls)} are too many; send at most {MAX_CALLS}")
-        if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
-            waiting = [(call.get("id") or f"call_{j}", _function_name(call)) for j, call in enumerate(calls)]
-        messages.append(_completed(message, waiting) if message.get("role") == "tool" else message)
-    return messages
-
-
-def _function_name(call: dict[str, Any]) -> Any:
-    function = call.get("function")
-    return function.get("name") if isinstance(function, dict) else None
-
-
-def _completed(result: dict[str, Any], waiting: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a result that has its call's id: that with its name, or else the first one without a result."""
-    given, name = result.get("tool_call_id"), result.get("tool_name")
-    found = [call for call in waiting if (call[1] == name if given is None else call[0] == given)]
-    call = next(iter(found or (waiting if given is None else ())), (given or "call_0", name))
-    if call in waiting:
-        waiting.remove(call)
-    others = {key: value for key, value in result.items() if key != "tool_name"}
-    return others | {"tool_call_id": call[0], "name": name or call[1]}

@@ -19,12 +19,12 @@ Message = dict[str, Any]
 
 MAX_MESSAGES = 4096
 _MAX_PARTS = 1024
-MAX_CALLS = 128
+_MAX_CALLS = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of an answer's thoughts; the first one counts
-_READ = {"role", "content", "tool_calls", "function_call", "name", "refusal", "tool_call_id", *THOUGHTS}
+_READ = {"role", "content", "tool_calls", "function_call", "name", "tool_name", "refusal", "tool_call_id", *THOUGHTS}
 _OF_ANSWERS = {"annotations", "audio", "id", "phase", "status", "type"}  # fields of answers, which clients send back
 _MAX_DEPTH = 100
 _SHORT_ID = 9
@@ -61,17 +61,26 @@ def read_messages(messages: Any, *, has_developer: bool, call_format: CallFormat
         _read_message(f"messages[{i}]", message, call_format, is_newest=i == newest)
         for i, message in enumerate(messages)
     ]
-    waiting: list[str] = []
+    waiting: list[tuple[str, str]] = []  # ids and names of calls that have no result yet
     for message in read:
         if message["role"] == "developer" and not has_developer:
             message["role"] = "system"
         elif message["role"] in ("tool", "function"):
             message["role"] = "tool"
-            message.setdefault("tool_call_id", waiting[0] if waiting else _call_id("call_0", call_format))
-            waiting = waiting[1:]
+            _complete(message, waiting, _call_id("call_0", call_format))
         elif "tool_calls" in message:
-            waiting = [call["id"] for call in message["tool_calls"]]
+            waiting = [(call["id"], call["function"]["name"]) for call in message["tool_calls"]]
     return read
+
+
+def _complete(result: Message, waiting: list[tuple[str, str]], default_id: str) -> None:
+    """Give a result its call's id and name: by one of them it belongs to a call, or else to the first without one."""
+    given, name = result.get("tool_call_id"), result.get("name")
+    found = [call for call in waiting if (call[1] == name if given is None else call[0] == given)]
+    call = next(iter(found or (waiting if given is None else ())), (given or default_id, name))
+    if call in waiting:
+        waiting.remove(call)
+    result |= {"tool_call_id": call[0]} | ({"name": name or call[1]} if name or call[1] else {})
 
 
 def add_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[Message]:
@@ -140,7 +149,7 @@ def _read_message(field: str, given: Any, call_format: CallFormat, *, is_newest:
         message[THOUGHTS[0]] = thoughts
     if not content:
         message["content"] = _text(given.get("refusal"))
-    if name := _text(given.get("name")):
+    if name := _text(given.get("name")) or _text(given.get("tool_name")):
         message["name"] = name
     if isinstance(given.get("tool_call_id"), (str, int)):
         message["tool_call_id"] = _call_id(str(given["tool_call_id"]), call_format)
@@ -211,8 +220,8 @@ def _read_calls(field: str, given: Mapping[str, Any], call_format: CallFormat) -
         calls = [{"function": given["function_call"]}]
     if calls is None:
         return []
-    if not isinstance(calls, (list, tuple)) or len(calls) > MAX_CALLS:
-        raise RequestError(f"{field}.tool_calls: must be a list of at most {MAX_CALLS} calls")
+    if not isinstance(calls, (list, tuple)) or len(calls) > _MAX_CALLS:
+        raise RequestError(f"{field}.tool_calls: must be a list of at most {_MAX_CALLS} calls")
     return [_read_call(f"{field}.tool_calls[{i}]", i, call, call_format) for i, call in enumerate(calls)]
 
 
