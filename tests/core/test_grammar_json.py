@@ -50,6 +50,9 @@ FINITE: list[dict[str, Any]] = [
     _object(n={"type": "number", "exclusiveMaximum": 0}),
     _object(n={"type": "number", "minimum": 2, "exclusiveMinimum": True}),
     _object(n={"type": "number", "minimum": -2.5}),
+    _object(n={"type": "number", "maximum": 5}),
+    _object(n={"type": "number", "minimum": -90, "maximum": 90}),
+    _object(n={"type": ["number", "null"], "minimum": -1, "exclusiveMaximum": 1}),
     _object(n={"type": "number", "multipleOf": 0.25}),
     _object(n={"type": "integer", "maximum": -5}),
     _object(n={"type": ["number", "null"]}),
@@ -119,6 +122,17 @@ def test_numbers_have_as_many_digits_as_an_integer_of_64_bits(schema: dict[str, 
     digits = "1" + "0" * (MAX_DIGITS - 1) if schema.get("maximum") is None else "1." + "0" * MAX_DIGITS
     assert _fits(grammar, f'{{"n": {digits}}}')
     assert not _fits(grammar, f'{{"n": {digits}0}}')
+
+
+@pytest.mark.parametrize("limit", [0, 5, -5, 100, 2.5, 1e-5, 1e15])
+def test_exclusive_limits_are_exclusive(limit: float) -> None:
+    number = repr(limit) if limit != 1e-5 else "0.00001"
+    above = _compile(_object(n={"type": "number", "exclusiveMinimum": limit}))
+    below = _compile(_object(n={"type": "number", "exclusiveMaximum": limit}))
+    assert [_fits(grammar, f'{{"n": {number}}}') for grammar in (above, below)] == [False, False]
+    step = max(1, abs(limit) / 2)
+    assert [_fits(grammar, f'{{"n": {limit + step:.6f}}}') for grammar in (above, below)] == [True, False]
+    assert [_fits(grammar, f'{{"n": {limit - step:.6f}}}') for grammar in (above, below)] == [False, True]
 
 
 def test_digits_of_texts_and_of_other_constraints_are_not_limited() -> None:
@@ -279,6 +293,8 @@ def test_the_smallest_part_is_left_to_the_model_or_refused_by_name(
         ({"anyOf": [None, NUMBER]}, ["1"], ["null"]),
         ({"type": "object", "properties": {"a": None}, "required": ["a", None]}, ['{"a":1}'], ["{}", '{"b":1}']),
         ({"const": None}, ["null"], ["1"]),
+        ({"type": "string", "required": {}, "items": 3, "minimum": "a", "uniqueItems": True}, ['"a"'], ["1"]),
+        ({"type": ["number", "null"], "pattern": "(", "minLength": -1, "properties": 3}, ["1", "null"], ['"a"']),
         ({"type": "STRING", "$schema": "http://example.com/unknown", "$id": "a b"}, ['"a"'], ["1"]),
         ({"type": "integer", "format": "int64", "uniqueItems": False, "title": 3, "x-order": []}, ["1"], ["null"]),
         ({"type": "string", "required": True, "not": None, "default": None, "readOnly": True}, ['"a"'], ["1"]),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specinfer.core.errors import RequestError
-from specinfer.core.grammar.json_schema import TYPES
+from specinfer.core.grammar.schema_values import TYPES
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.server.schemas import lenient, read_schema
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from specinfer.core.grammar.json_schema import TYPES, LeftOut, prepare
+from specinfer.core.grammar.json_schema import LeftOut, prepare
 from specinfer.core.grammar.lark import plain_lark
 from specinfer.core.grammar.matcher import make_matcher
 from specinfer.core.grammar.refusals import refusal, remedy, shortened, too_long
+from specinfer.core.grammar.schema_values import TYPES
 
 _OPTIONS = "x-guidance"  # a keyword at the top of a schema, with llguidance's options
 _WHITESPACE = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}  # llama.cpp's; a model could repeat any other for ever

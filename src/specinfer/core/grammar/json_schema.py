@@ -5,17 +5,23 @@ object together (`allOf`, or `$ref` and `anyOf` next to `properties`) stay open,
 properties of all of them. Definitions are numbered anew, so that one may have an open and a closed form.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
+from specinfer.core.grammar.schema_values import (
+    NUMBERS,
+    TYPES,
+    as_list,
+    bound_digits,
+    is_harmless,
+    plain_value,
+    texts_of,
+    type_names,
+)
+
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_EXCLUSIVE = {"exclusiveMinimum": ("minimum", 1), "exclusiveMaximum": ("maximum", -1)}
-_NUMBERS = ("minimum", "maximum", "multipleOf", *_EXCLUSIVE)
 _CONDITIONS = ("if", "then", "else")
 _MAPS = ("properties", "patternProperties")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")  # lists of schemas of the same value
@@ -31,24 +37,18 @@ _NO_EFFECT: dict[str, tuple[Any, ...]] = {  # values of these that change nothin
     "propertyNames": ({}, True), "unevaluatedItems": ({}, True, False), "unevaluatedProperties": ({}, True, False),
     "uniqueItems": (False,),
 }  # fmt: skip
-_READ = {
-    *_COUNTS,
-    *_NUMBERS,
-    *_MAPS,
-    *_LISTS,
-    *_SCHEMAS,
-    "$ref",
-    "enum",
-    "format",
-    "pattern",
-    "required",
-    "type",
-    "const",
-    *_NOT_ENFORCED,
+_ONLY_FOR = {  # keywords that say nothing about values of other types
+    key: frozenset(types)
+    for types, keys in (
+        (("string",), ("pattern", "format", "minLength", "maxLength")),
+        (("number", "integer"), NUMBERS),
+        (("array",), ("prefixItems", "items", "additionalItems", "minItems", "maxItems", "contains", "uniqueItems")),
+        (("object",), (*_MAPS, "additionalProperties", "required", "minProperties", "maxProperties", "propertyNames")),
+    )
+    for key in keys
 }
-_STEP = 1e-16  # from an exclusive limit to the nearest number; without it, "0.000..." above 0 would have no end
-_LARGEST = 1e18  # limit of a number that llguidance can enforce
-_MAX_STEPS, _MAX_DECIMALS = 100_000, 9  # of a multipleOf
+_READ = {*_ONLY_FOR, *_IN_PLACE, *_NOT_ENFORCED, "$ref", "const", "enum", "type"}
+_ALL = frozenset(TYPES)
 
 
 class LeftOut(NamedTuple):
@@ -99,24 +99,29 @@ class _Preparation:
         if not isinstance(node, dict):
             self._leave_out(place, f"must be a schema, not {node!r:.40}")
             return True
-        given = {key: value for key, value in node.items() if key in _READ and (value is not None or key == "const")}
+        types = {name for name in type_names(node.get("type")) if name in TYPES} or TYPES
+        given = {
+            key: value
+            for key, value in node.items()
+            if key in _READ and (value is not None or key == "const") and not _ONLY_FOR.get(key, _ALL).isdisjoint(types)
+        }
         if given.get("properties") == []:
             given["properties"] = {}  # an empty object of PHP
+        if not isinstance(given.get("items"), list):
+            given.pop("additionalItems", None)  # it has no meaning then
         if "pattern" in given or "patternProperties" in given:
             self._leave_out_patterns(given, place)
         is_mixed = _is_mixed(given)
         made: dict[str, Any] = {}
         for key, value in given.items():
-            self._add(made, given, key, value, f"{place}.{key}" if place else key, is_part or is_mixed)
-        if not made.keys().isdisjoint(_EXCLUSIVE):
-            _include_limits(made)
+            self._add(made, key, value, f"{place}.{key}" if place else key, is_part or is_mixed)
+        if not made.keys().isdisjoint(NUMBERS):
+            bound_digits(made)
         if not is_part:
             self._close(given, made, is_mixed)
         return made
 
-    def _add(
-        self, made: dict[str, Any], given: dict[str, Any], key: str, value: Any, place: str, is_part: bool
-    ) -> None:
+    def _add(self, made: dict[str, Any], key: str, value: Any, place: str, is_part: bool) -> None:
         """Add a keyword to a schema, unless it is unknown or cannot be enforced."""
         if key == "type":
             self._add_type(made, value, place)
@@ -133,19 +138,18 @@ class _Preparation:
         elif key in _SCHEMAS and isinstance(value, (dict, bool)):
             made[key] = self.prepared(value, place, is_part=False)
         elif key == "format" and isinstance(value, str) and value not in _FORMATS:
-            if "string" in str(given.get("type", "string")).lower():  # formats of numbers are their sizes
-                self._leave_out(place, f"{value!r:.40} is none of {', '.join(_FORMATS)}")
+            self._leave_out(place, f"{value!r:.40} is none of {', '.join(_FORMATS)}")
         elif key in _NOT_ENFORCED:
             if value not in _NO_EFFECT.get(key, ()):
                 self._leave_out(place, "no grammar can enforce it")
-        elif (known := _plain_value(key, value)) is not None or key == "const":
+        elif (known := plain_value(key, value)) is not None or key == "const":
             made[key] = known
-        elif not _is_harmless(key, value):
+        elif not is_harmless(key, value):
             reason = "takes too much work" if key == "multipleOf" else "cannot be"
             self._leave_out(place, f"{reason}: {value!r:.40}")
 
     def _add_type(self, made: dict[str, Any], value: Any, place: str) -> None:
-        names = ["null" if each is None else str(each).lower() for each in _as_list(value)]
+        names = type_names(value)
         if unknown := [name for name in names if name not in TYPES]:
             self._leave_out(place, f"{unknown[0]!r:.40} is none of {', '.join(TYPES)}")
         if known := [name for name in names if name in TYPES]:
@@ -209,7 +213,7 @@ class _Preparation:
         has_any = any(isinstance(part.get(key), dict) for part in parts for key in _MAPS)
         if "additionalProperties" in made or not has_any or any(map(_is_open, parts)):
             return
-        names = [name for part in parts for key in ("properties", "required") for name in _texts(part.get(key))]
+        names = [name for part in parts for key in ("properties", "required") for name in texts_of(part.get(key))]
         more = {name: True for name in names if name not in made.get("properties", ())}
         if any("patternProperties" in part for part in parts):
             if is_mixed or more:  # which of them match a pattern is not known here
@@ -231,7 +235,7 @@ class _Preparation:
             seen.add(id(part))
             yield part
             for key in _IN_PLACE:
-                waiting += _as_list(part.get(key))
+                waiting += as_list(part.get(key))
             waiting += [part.get(key) for key in _CONDITIONS]
             if isinstance(part.get("dependentSchemas"), dict):
                 waiting += part["dependentSchemas"].values()
@@ -262,7 +266,7 @@ def _named_schemas(root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _is_mixed(given: dict[str, Any]) -> bool:
     """Return whether several schemas describe an object of this schema."""
-    within = [key for key in ("anyOf", "oneOf", "$ref") if key in given] + _as_list(given.get("allOf"))
+    within = [key for key in ("anyOf", "oneOf", "$ref") if key in given] + as_list(given.get("allOf"))
     is_object = any(key in given for key in (*_MAPS, "required", "additionalProperties"))
     has_conditions = any(key in given for key in (*_CONDITIONS, "dependentSchemas"))
     return len(within) + is_object > 1 or (is_object and has_conditions)
@@ -273,60 +277,3 @@ def _is_open(part: dict[str, Any]) -> bool:
     return part.get("propertyNames") is not None or any(
         part.get(key) not in (None, False) for key in ("additionalProperties", "unevaluatedProperties")
     )
-
-
-def _include_limits(made: dict[str, Any]) -> None:
-    """Replace exclusive limits of numbers by the nearest inclusive ones; digits of other numbers have an end."""
-    if made.get("type") == "integer" or "multipleOf" in made:
-        return
-    for key, (bound, sign) in _EXCLUSIVE.items():
-        limit, other = made.pop(key, False), made.get(bound)
-        if limit is True:  # as in draft 4, where it is about the other limit
-            limit, other = other if other is not None else False, None
-        if limit is not False:
-            nearest = limit + sign * max(math.ulp(limit), _STEP)
-            made[bound] = nearest if other is None else sign * max(sign * nearest, sign * other)
-
-
-def _plain_value(key: str, value: Any) -> Any:
-    """Return the value of a keyword that holds no schemas, or None if it is of the wrong type."""
-    if key == "const" or (key == "enum" and isinstance(value, list)):
-        return value
-    if key == "required" and isinstance(value, list):
-        return _texts(value)
-    if key in ("pattern", "format") and isinstance(value, str):
-        return value
-    if key in _EXCLUSIVE and isinstance(value, bool):
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
-        return None
-    if key in _NUMBERS:
-        return value if key != "multipleOf" or has_few_steps(value) else None
-    return int(value) if key in _COUNTS and 0 <= value == int(value) else None
-
-
-def _is_harmless(key: str, value: Any) -> bool:
-    """Return whether a value that cannot be used changes nothing: as in draft 3, or a limit far away."""
-    if isinstance(value, bool):
-        return key == "required"
-    if not isinstance(value, (int, float)):
-        return False
-    return (
-        value >= _LARGEST if key.lower().endswith("maximum") else value <= -_LARGEST and key.lower().endswith("minimum")
-    )
-
-
-def has_few_steps(multiple: float) -> bool:
-    """Return whether the automaton for a `multipleOf` is small: it has a state for each step, of 1 or of a decimal."""
-    steps, num_decimals = abs(multiple), 0
-    while steps != int(steps) and num_decimals < _MAX_DECIMALS:
-        steps, num_decimals = steps * 10, num_decimals + 1
-    return steps == int(steps) and 0 < steps <= _MAX_STEPS
-
-
-def _texts(given: Any) -> list[str]:
-    return [each for each in given if isinstance(each, str)] if isinstance(given, (list, dict)) else []
-
-
-def _as_list(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [] if given is None else [given]

@@ -5,8 +5,8 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from specinfer.core.grammar.json_schema import has_few_steps
 from specinfer.core.grammar.lark import QUOTED
+from specinfer.core.grammar.schema_values import has_few_steps
 
 MAX_CHARACTERS = {"json": 100_000, "regex": 100_000, "choice": 100_000, "grammar": 20_000, "grammars": 400_000}
 _MAX_BRACKETS = 120  # nested brackets in a schema; llguidance's parser stops at 124 to 126
