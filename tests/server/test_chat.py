@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from scripted_target import scripted
 from serving import events_of, served
 from specinfer import LLM, SamplingParams
 from specinfer.server.field_checks import IGNORED_HEADER
@@ -129,6 +130,21 @@ def test_logprobs_list_every_token(llm: LLM) -> None:
     assert whole.json()["prompt_token_ids"] == llm.chat_prompt(MESSAGES)
     assert len(whole.json()["prompt_logprobs"]) == len(whole.json()["prompt_token_ids"])
     assert choices_of(bare)[0]["logprobs"] is None
+
+
+def test_the_logprob_of_the_end_is_in_an_event_without_text() -> None:
+    text = "Hello there, hello there, hello there."
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "stream": True,
+        "prediction": {"type": "content", "content": text}, "speculative": {"tree": "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1"},
+    }  # fmt: skip
+    with scripted([text], drafters=["ngram"]) as llm:
+        (answer,) = ask(llm, body)
+    choices = [event["choices"][0] for event in events_of(answer.text) if event["choices"]]
+    tokens = [[entry["token"] for entry in (choice["logprobs"] or {"content": []})["content"]] for choice in choices]
+    assert max(map(len, tokens)) > 1  # several tokens of a step are in one event
+    assert [choice["delta"].get("content") or "" for choice in choices[:-1]] == ["".join(each) for each in tokens[:-1]]
+    assert (choices[-1]["delta"], len(tokens[-1]), choices[-1]["finish_reason"]) == ({}, 1, "stop")
 
 
 def test_logprobs_of_requested_token_ids_are_returned(llm: LLM) -> None:

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: takes a conversation and returns a message or tool calls, whole or as a stream."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -185,6 +185,13 @@ class _Output:
     is_custom: bool = False
 
     def pieces(self, chunk: TextChunk) -> list[dict[str, Any]]:
+        ends = chunk.finish_reason == "stop" and chunk.stop_reason is None
+        if ends and chunk.logprobs and len(chunk.token_ids) > 1:
+            # The end has no text. Some clients put the tokens of an event together instead of reading its content.
+            ids, origins, known = chunk.token_ids, chunk.origins, chunk.logprobs
+            text = TextChunk(chunk.text, ids[:-1], origins[:-1], index=chunk.index, logprobs=known[:-1])
+            end = replace(chunk, text="", token_ids=ids[-1:], origins=origins[-1:], logprobs=known[-1:])
+            return [*self.pieces(text), *self.pieces(end)]
         deltas = [part for one in deltas_of(self.parser, chunk) if (part := self._part(one))] or [{}]
         if not self.is_begun:
             deltas[0] = {"role": "assistant", "content": ""} | deltas[0]
