@@ -82,6 +82,14 @@ def test_claude_code(thinks: bool, tmp_path: Path) -> None:
     assert (THOUGHT in first) == thinks
 
 
+def _configure_codex(place: Workplace) -> None:
+    (place.home / ".codex").mkdir()
+    (place.home / ".codex" / "config.toml").write_text(
+        f'model = "{MODEL}"\nmodel_provider = "local"\nmodel_reasoning_summary = "auto"\n[model_providers.local]\n'
+        f'name = "local"\nbase_url = "{place.url}/v1"\nwire_api = "responses"\n'
+    )
+
+
 @both
 def test_codex(thinks: bool, tmp_path: Path) -> None:
     codex = node_program("codex")
@@ -90,11 +98,7 @@ def test_codex(thinks: bool, tmp_path: Path) -> None:
         tmp_path, _name("codex", thinks), lambda _: agent(call_of("exec_command", cmd="cat notes.txt"), thinks=thinks),
         thinks=thinks,
     ) as place:  # fmt: skip
-        (place.home / ".codex").mkdir()
-        (place.home / ".codex" / "config.toml").write_text(
-            f'model = "{MODEL}"\nmodel_provider = "local"\nmodel_reasoning_summary = "auto"\n[model_providers.local]\n'
-            f'name = "local"\nbase_url = "{place.url}/v1"\nwire_api = "responses"\n'
-        )
+        _configure_codex(place)
         first = place.run(codex, "exec", *words, "--sandbox", "danger-full-access", QUESTION)
         again = place.run(codex, "exec", "resume", "--last", *words, "And again?")
         posts = place.posts("/v1/responses")
@@ -169,7 +173,9 @@ def test_aider(api: str, thinks: bool, tmp_path: Path) -> None:
     ) as place:
         caches = place.home / ".aider" / "caches"
         caches.mkdir(parents=True)
-        (caches / "model_prices_and_context_window.json").write_text("{}")  # it would ask another host for them
+        (caches / "model_prices_and_context_window.json").write_text(
+            '{"none": {}}'
+        )  # it would ask another host for them
         environment = {"OPENAI_API_BASE": f"{place.url}/v1"}
         printed = place.run(*words, "--message", "Change buy to sell.", "notes.txt", **environment)
         edited = (place.project / "notes.txt").read_text()
@@ -180,6 +186,21 @@ def test_aider(api: str, thinks: bool, tmp_path: Path) -> None:
     assert edited == f"Remember to sell: {SECRET}\n"
     assert len(posts) >= 2
     assert {one.status for one in posts} == {200}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("claude", ["--model", MODEL, "-p", QUESTION], "Prompt is too long"),
+        ("codex", ["exec", "--skip-git-repo-check", QUESTION], "ran out of room"),
+    ],
+)
+def test_agents_understand_that_a_prompt_is_too_long(name: str, words: list[str], said: str, tmp_path: Path) -> None:
+    client = node_program(name)
+    with workplace(tmp_path, f"{name}-too-long", lambda _: [ANSWER], max_len=8192) as place:
+        _configure_codex(place)
+        with pytest.raises(AssertionError, match=said):
+            place.run(client, *words, ANTHROPIC_MODEL=MODEL)
 
 
 # ---------------------------------------------------------------------------------- libraries

@@ -110,7 +110,8 @@ def workplace(
         yield place
         assert not [(one.path, one.status, one.answer[:300]) for one in exchanges if one.status >= 500]
         if "CLIENTS_RECORD" in os.environ:
-            keep(name, exchanges, llm.script, home, Path(os.environ["CLIENTS_RECORD"]))
+            # Of models that think, only what tells how their thoughts come back.
+            keep(name, exchanges, llm.script, home, Path(os.environ["CLIENTS_RECORD"]), THOUGHT if thinks else "")
 
 
 def call_of(name: str, **arguments: Any) -> str:

@@ -11,17 +11,19 @@ from scripted_target import Script
 
 FOLDER = Path(__file__).resolve().parent.parent / "server" / "recorded"
 _HEADERS = ("accept", "anthropic-beta", "anthropic-version", "openai-beta", "user-agent", "x-api-key")
-_MAX_TOOLS, _MAX_TEXT, _MAX_DESCRIPTION = 5, 160, 40
+_MAX_TOOLS, _MAX_TEXT, _MAX_DESCRIPTION = 4, 100, 30
 _IDENTITY = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|[0-9a-f]{32,}")
 
 
-def keep(name: str, exchanges: Sequence[Exchange], script: Script, home: Path, folder: Path = FOLDER) -> None:
-    """Write the last request of each kind, with the text that the model has generated for it."""
+def keep(
+    name: str, exchanges: Sequence[Exchange], script: Script, home: Path, folder: Path = FOLDER, having: str = ""
+) -> None:
+    """Write the last request of each kind with this text in it, and the text that the model has generated for it."""
     kinds = {}
     for one in exchanges:
         asked = one.answer_headers.get("x-request-id", "?")
         texts = [text for name, text in zip(script.request_ids, script.texts, strict=True) if asked in name]
-        if one.status == 200 and texts:
+        if one.status == 200 and texts and having in json.dumps(one.body):
             kinds[one.path, *sorted(one.body)] = one, texts[0]
     requests = [
         {
@@ -32,8 +34,11 @@ def keep(name: str, exchanges: Sequence[Exchange], script: Script, home: Path, f
         }
         for one, text in kinds.values()
     ]
+    if not requests:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(requests, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    lines = ",\n".join(json.dumps(request, ensure_ascii=False) for request in requests)
+    (folder / f"{name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def _headers(exchange: Exchange) -> dict[str, str]:

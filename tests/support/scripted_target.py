@@ -72,7 +72,7 @@ TEMPLATES = {
     "mistral": talking.MISTRAL, "bare": talking.BARE,
 }  # fmt: skip
 # Logits of the script's token, and of others where there is none or a grammar forbids it: the output is to end soon.
-_CERTAIN, _END, _ENDINGS = 200.0, 100.0, {"}": 60.0, "]": 60.0, '"': 50.0, ":": 40.0, "0": 40.0}
+_CERTAIN, _END, _ENDINGS = 200.0, 100.0, {'"': 60.0, "}": 50.0, "]": 50.0, ":": 40.0, "0": 40.0}
 
 
 def make_scripted_tokenizer(
