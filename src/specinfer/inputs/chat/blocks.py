@@ -9,7 +9,7 @@ NOT_SHOWN = "[{}: not shown, this model reads text only]"
 # Fields that are not for the model, and fields whose name need not stand before their text.
 _HIDDEN = {"cache_control", "caller", "citations", "id", "is_error", "media_type", "signature", "tool_use_id", "type"}
 _PLAIN = {"content", "context", "data", "source", "text", "title", "tool_name"}
-_MEDIA = re.compile(r"(input_)?(image|audio|video|file)(_|$)")
+_MEDIA = re.compile(r"(input_)?(image|audio|video|file|prompt_embeds)(_|$)")
 
 
 def text_of(value: Any) -> str:
