@@ -53,7 +53,7 @@ def verify(
     tossed = [
         i
         for i, tossing in enumerate(is_random)
-        if tossing and rules[i] in (MULTI_STEP, TRAVERSAL) and _is_plain(requests[i], trees[i]) and chooses(logits[i])
+        if tossing and _tosses_natively(rules[i], requests[i], trees[i], logits[i])
     ]
     kept: dict[int, Acceptance] = {}
     for verify_group, group in (
@@ -78,6 +78,10 @@ def _walk_natively(
     noises = [(request.seed, len(request.token_ids)) for request in requests]
     found = walk_trees(logits, trees, noises, [temperature_of(request.params) for request in requests])
     return [Acceptance(path, token) for path, token in found]
+
+
+def _tosses_natively(rule: str, request: Request, tree: TokenTree, logits: Tensor) -> bool:
+    return rule in (MULTI_STEP, TRAVERSAL) and _is_plain(request, tree) and chooses(logits)
 
 
 def _toss_natively(
