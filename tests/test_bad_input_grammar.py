@@ -120,17 +120,15 @@ def test_22_schemas_that_are_none(server: Attacked) -> None:
 
 # 23, 29
 def test_23_tools_that_are_none(server: Attacked) -> None:
-    wrong: list[Any] = [5, "f", [], {}, {"type": "nope"}, {"type": "function"}, {"type": "function", "function": 5}]
-    wrong += [{"type": "custom", "custom": {"name": "f"}}, function(name=5), function(name=""), function(name="a b")]
-    wrong += [function(name="a" * 65), function(name="f\n"), function(name="\u00e9"), function(parameters=5)]
-    wrong += [function(parameters={"type": "string"}), function(description=5), function(strict="yes")]
+    wrong: list[Any] = [5, "f", [], {}, {"type": "function"}, {"type": "function", "function": 5}]
+    wrong += [{"type": "custom", "custom": {"name": 5}}, function(name=5), function(name=""), function(name="a b")]
+    wrong += [function(name="a" * 257), function(name="f\n"), function(parameters=5)]
+    wrong += [function(parameters={"type": "string"}, strict=True), function(description=5), function(strict="yes")]
     bad_schemas: list[Any] = [{"type": "object", "properties": {"a": {"type": "nope"}}}]
     bad_schemas += [{"properties": {"a": {"type": "string", "pattern": "("}}}, {"properties": {"a": {"type": 5}}}]
     server.beside(*map(tools, wrong))
     server.beside(
         *(tools(function(parameters=one, strict=True), tool_choice="required") for one in bad_schemas),
-        tools(TOOL, TOOL),
-        tools(*(function(name=f"f{i}") for i in range(129))),
         *(tools(TOOL, names="tool_choice", tool_choice=choice) for choice in ("nope", 5, [], {}, {"type": "function"})),
         tools(TOOL, names="tool_choice", tool_choice={"type": "function", "function": {"name": "g"}}),
         tools(names="tool_choice", tool_choice="required"),
