@@ -4,9 +4,12 @@ import json
 import logging
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
+from scripted_target import scripted
+from serving import serve
 from specinfer import RequestError, SamplingParams
 from specinfer.core.sampling import MAX_LOGPROBS, MAX_SEED
 from specinfer.server import anthropic
@@ -324,3 +327,35 @@ def test_blocks_of_anthropic_are_counted_before_they_are_converted() -> None:
     fields = anthropic.CountFields.model_validate({"messages": [message] * 4})
     with pytest.raises(RequestError, match="16388 blocks of content are too many"):
         fields.as_chat(Conversation("messages"), None)
+
+
+_LOOSE = {"type": "object", "properties": {"m": {"type": "object", "propertyNames": {"pattern": "^a"}}}}
+_FORMAT = {"type": "json_schema", "schema": _LOOSE}
+_FUNCTION = {"name": "f", "parameters": _LOOSE}
+_HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("/v1/chat/completions", {"tools": [{"function": _FUNCTION}]}, "tools[0].function.parameters"),
+        ("/v1/responses", {"tools": [{"type": "function", **_FUNCTION}]}, "tools[0].parameters"),
+        ("/v1/responses", {"text": {"format": _FORMAT}}, "text.format.schema"),
+        ("/v1/messages", {"tools": [{"name": "f", "input_schema": _LOOSE}]}, "tools[0].input_schema"),
+        ("/v1/messages", {"output_config": {"format": _FORMAT}}, "output_config.format.schema"),
+        ("/api/chat", {"format": _LOOSE}, "format"),
+    ],
+)  # fmt: skip
+def test_a_keyword_that_is_left_to_the_model_is_named_as_the_client_typed_it(
+    path: str, fields: dict[str, Any], named: str
+) -> None:
+    prompt = {"input": "hi"} if path == "/v1/responses" else {"messages": _HI}
+
+    async def ask(client: httpx.AsyncClient, _: Any) -> httpx.Response:
+        limit = {"max_tokens": 4} if path == "/v1/messages" else {}
+        return await client.post(path, json={"stream": False, **limit, **prompt, **fields})
+
+    with scripted(["{}"]) as llm:
+        answer = serve(llm, ask)
+    assert answer.status_code == 200, answer.text
+    assert f"{named}.properties.m.propertyNames" in answer.headers[IGNORED_HEADER].split(", ")

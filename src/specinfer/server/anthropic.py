@@ -151,7 +151,7 @@ async def _begin(call: Call, chat: ChatFields, conversation: Conversation, field
         thinks=read.plan.reasoning is not None,
         omits_thoughts=(fields.thinking or {}).get("display") == "omitted",
     )
-    return ItemsResponse(chat, generation, blocks, read.plan.parser(), read.ignored)
+    return ItemsResponse(chat, generation, blocks, read.plan.parser(), read.ignored, _renamed)
 
 
 def _named(error: RequestError, conversation: Conversation) -> RequestError:
@@ -159,10 +159,14 @@ def _named(error: RequestError, conversation: Conversation) -> RequestError:
     if isinstance(error, ContextLengthError):
         maximum = min(error.max_model_len, error.num_tokens - 1)
         return reworded(error, f"prompt is too long: {error.num_tokens} tokens > {maximum} maximum")
-    message = str(conversation.named(error))
+    return reworded(error, _renamed(str(conversation.named(error))))
+
+
+def _renamed(text: str) -> str:
+    """Return a text that begins with a field of chat completions with the name of that field here."""
     for pattern, name in _NAMES:
-        message = re.sub(pattern, name, message)
-    return reworded(error, message)
+        text = re.sub(pattern, name, text)
+    return text
 
 
 # -------------------------------------------------------------------------------------- reading

@@ -199,14 +199,16 @@ async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | Completio
         prompt = read_prompt(engine.llm, asked.prompt, asked, params)
         return ReadConversation(prompt.ids, prompt.params, ToolPlan())
 
-    def named(error: RequestError) -> RequestError:
-        pattern = r"^({})\b".format("|".join(map(re.escape, _NAMES)))
-        return reworded(error, re.sub(pattern, lambda name: _NAMES[name[1]], str(error)))
-
-    found, generation = await queue_conversation(call, read, named)
+    found, generation = await queue_conversation(call, read, lambda error: reworded(error, _renamed(str(error))))
     texts = await TokenTexts.of(engine) if fields.logprobs else None
     items = Pieces(fields.model or call.model, kind, generation, texts, fields.top_logprobs or 0)
-    return ItemsResponse(asked, generation, items, found.plan.parser(), found.ignored)
+    return ItemsResponse(asked, generation, items, found.plan.parser(), found.ignored, _renamed)
+
+
+def _renamed(text: str) -> str:
+    """Return a text that begins with a field of OpenAI's endpoints with the name of that field here."""
+    pattern = r"^({})\b".format("|".join(map(re.escape, _NAMES)))
+    return re.sub(pattern, lambda name: _NAMES[name[1]], text)
 
 
 def _refusal(name: str, remedy: str) -> ApiError:

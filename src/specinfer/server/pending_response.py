@@ -71,6 +71,11 @@ class PendingResponse(Protocol):
         ...
 
     @property
+    def renamed(self) -> Callable[[str], str]:
+        """Function from the name of a field of OpenAI's endpoints to its name in this API."""
+        ...
+
+    @property
     def generations(self) -> Sequence[Generation]: ...
 
     async def whole(self) -> bytes:
@@ -116,6 +121,7 @@ class ChoicesResponse:
     hides_output: bool = False
     returns_progress: bool = False
     ignored: Sequence[str] = ()
+    renamed: Callable[[str], str] = str
     created: int = field(default_factory=lambda: int(time.time()))
 
     def close(self) -> None:
@@ -244,6 +250,7 @@ class ItemsResponse:
     items: Items
     parser: Parser
     ignored: Sequence[str] = ()
+    renamed: Callable[[str], str] = str
 
     @property
     def generations(self) -> Sequence[Generation]:
@@ -306,7 +313,7 @@ async def respond(
     """
     pending = await until_disconnect(request, work)
     left_out = [name for generation in pending.generations for name in generation.left_out]
-    headers = with_ignored(headers, [*pending.ignored, *left_out])
+    headers = with_ignored(headers, map(pending.renamed, [*pending.ignored, *left_out]))
     if pending.fields.stream:
         dialect = dialect_of(route_path(request.scope))
         return EventStream(pending.events(state_of(request).config), pending.close, headers, dialect)

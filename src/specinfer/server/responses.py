@@ -77,7 +77,7 @@ async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
         has_summaries=(fields.reasoning or {}).get("summary") not in (None, "none"),
         seals="reasoning.encrypted_content" in (fields.include or ()),
     )
-    return ItemsResponse(fields, generation, items, read.plan.parser(), read.ignored)
+    return ItemsResponse(fields, generation, items, read.plan.parser(), read.ignored, _renamed)
 
 
 async def _read(call: Call, fields: ResponsesFields) -> tuple[ReadConversation, dict[str, dict[str, Any]]]:
@@ -99,10 +99,13 @@ async def _read(call: Call, fields: ResponsesFields) -> tuple[ReadConversation, 
 
 def _named(error: RequestError) -> RequestError:
     """Return an error with the names of this endpoint's fields."""
-    message = str(error)
+    return reworded(error, _renamed(str(error)))
+
+
+def _renamed(text: str) -> str:
     for name, here in _NAMES.items():
-        message = re.sub(rf"\b{name}\b", here, message)
-    return reworded(error, message)
+        text = re.sub(rf"\b{name}\b", here, text)
+    return text
 
 
 def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[str, Any]:
