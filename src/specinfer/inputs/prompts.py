@@ -18,8 +18,8 @@ from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.text import TextBuffer
 from specinfer.core.thought import Thought
 from specinfer.inputs.arguments import Message, Prompt, text_of
-from specinfer.inputs.chat.special_tokens import SpecialToken
 from specinfer.inputs.formats.calls import CallFormat
+from specinfer.inputs.formats.lark import SpecialToken
 from specinfer.inputs.formats.reasoning import ReasoningFormat
 from specinfer.inputs.formats.reasoning_grammar import with_thought
 from specinfer.inputs.job import Job

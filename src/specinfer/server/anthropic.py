@@ -4,7 +4,6 @@ Fields that Anthropic's API does not have are those of chat completions. Tools t
 own service can do, are left out and named in the header of ignored fields.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from specinfer.server.anthropic_messages import add_messages
 from specinfer.server.call import Call
 from specinfer.server.chat import queue_conversation, read_conversation
 from specinfer.server.disconnect import until_disconnect
+from specinfer.server.errors import renamed
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.protocol import USE_CHAT, ChatFields, Float, Int, Objects, Text, as_fields, check_single
@@ -32,14 +32,14 @@ _OF_CLIENTS = (None, "custom", "function")  # types of tools that are not define
 _TOOL_FIELDS = {"description", "input_schema", "name", "strict", "type"}
 _SYSTEM = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
 # Names of chat completions that errors begin with, and their names here.
-_NAMES = (
-    (r"^tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
-    (r"^tools\[(\d+)\]\.function", r"tools[\1]"),
-    (r"^tool_choice\.function", "tool_choice"),
-    (r"^response_format", "output_config.format"),
-    (r"^stop\b", "stop_sequences"),
-    (r"^system\.content", "system"),
-)
+_NAMES = {
+    r"^tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
+    r"^tools\[(\d+)\]\.function": r"tools[\1]",
+    r"^tool_choice\.function": "tool_choice",
+    r"^response_format": "output_config.format",
+    r"^stop\b": "stop_sequences",
+    r"^system\.content": "system",
+}
 
 
 class CountFields(BaseModel):
@@ -151,7 +151,7 @@ async def _begin(call: Call, chat: ChatFields, conversation: Conversation, field
         thinks=read.plan.reasoning is not None,
         omits_thoughts=(fields.thinking or {}).get("display") == "omitted",
     )
-    return ItemsResponse(chat, generation, blocks, read.plan.parser(), read.ignored, _renamed)
+    return ItemsResponse(chat, generation, blocks, read.plan.parser(), read.ignored, _NAMES)
 
 
 def _named(error: RequestError, conversation: Conversation) -> RequestError:
@@ -159,14 +159,7 @@ def _named(error: RequestError, conversation: Conversation) -> RequestError:
     if isinstance(error, ContextLengthError):
         maximum = min(error.max_model_len, error.num_tokens - 1)
         return reworded(error, f"prompt is too long: {error.num_tokens} tokens > {maximum} maximum")
-    return reworded(error, _renamed(str(conversation.named(error))))
-
-
-def _renamed(text: str) -> str:
-    """Return a text that begins with a field of chat completions with the name of that field here."""
-    for pattern, name in _NAMES:
-        text = re.sub(pattern, name, text)
-    return text
+    return reworded(error, renamed(str(conversation.named(error)), _NAMES))
 
 
 # -------------------------------------------------------------------------------------- reading

@@ -159,7 +159,7 @@ def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
         continue_final_message=goes_on,
         template_kwargs=kwargs or None,
     )
-    plan = plan.thinking(reader.reasoning_of(ids))
+    plan = replace(plan, reasoning=reader.reasoning_of(ids))
     unread = reader.unread_kwargs(kwargs, with_tools=bool(plan.tools_for_template))
     ignored = [*left_out_tools(tools, choice), *(f"messages.{name}" for name in unread_keys(fields.messages))]
     ignored += [f"chat_template_kwargs.{name}" for name in unread]

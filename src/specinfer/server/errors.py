@@ -57,6 +57,18 @@ class ApiError(Exception):
         return {"error": error}
 
 
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """Return a text with other names of fields: a replacement for each regular expression, in order."""
+    for pattern, name in names.items():
+        text = re.sub(pattern, name, text)
+    return text
+
+
+def unsupported(name: str, remedy: str) -> ApiError:
+    """Return the refusal of a field."""
+    return ApiError(400, f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
+
+
 # Exceptions whose message is sent to the client; any other exception is a bug of the server.
 KNOWN = (ApiError, RequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException)
 

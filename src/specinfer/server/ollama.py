@@ -4,7 +4,7 @@ Streams are lines of JSON. There is one model, which stays loaded as long as the
 remove models is refused. Fields that Ollama does not have are those of the completion endpoints.
 """
 
-import re
+import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -16,10 +16,10 @@ from specinfer.server.call import Call
 from specinfer.server.chat import ReadConversation, queue_conversation, read_conversation
 from specinfer.server.completion_prompts import read_prompt
 from specinfer.server.completions import completion_params
-from specinfer.server.errors import ApiError
+from specinfer.server.errors import renamed, unsupported
 from specinfer.server.logprobs import TokenTexts
 from specinfer.server.newest_messages import read_newest
-from specinfer.server.ollama_pieces import Pieces, now
+from specinfer.server.ollama_pieces import Pieces, formatted
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.protocol import (
@@ -45,14 +45,12 @@ _REFUSED = {
     "template": "templates come with the model or from the operator; use raw for a prompt that is formatted already",
 }
 # Names of the completion endpoints that errors begin with, and their names here.
+_SAME = ("frequency_penalty", "min_p", "presence_penalty", "seed", "stop", "temperature", "top_k", "top_p")
 _NAMES = {
-    "max_tokens": "options.num_predict",
-    "repetition_penalty": "options.repeat_penalty",
-    "response_format.schema": "format",
-    "response_format": "format",
-} | {
-    name: f"options.{name}"
-    for name in ("frequency_penalty", "min_p", "presence_penalty", "seed", "stop", "temperature", "top_k", "top_p")
+    r"^max_tokens\b": "options.num_predict",
+    r"^repetition_penalty\b": "options.repeat_penalty",
+    r"^response_format(\.schema)?\b": "format",
+    rf"^({'|'.join(_SAME)})\b": r"options.\1",
 }
 
 
@@ -74,11 +72,10 @@ class Options(BaseModel):
 
     def as_fields(self) -> dict[str, Any]:
         """Return the options as fields of the completion endpoints."""
-        same = {"temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"}
-        fields = self.model_dump(include=same, exclude_none=True) | {"repetition_penalty": self.repeat_penalty}
+        fields = self.model_dump(include=set(_SAME), exclude_none=True) | {"repetition_penalty": self.repeat_penalty}
         is_limited = self.num_predict is not None and self.num_predict > 0  # others: until the context is full
-        others = {f"options.{name}": value for name, value in (self.model_extra or {}).items()}
-        ignored = {name: value for name, value in others.items() if name.partition(".")[2] not in _WITHOUT_EFFECT}
+        others = (self.model_extra or {}).items()
+        ignored = {f"options.{name}": value for name, value in others if name not in _WITHOUT_EFFECT}
         return fields | ignored | {"max_tokens": self.num_predict if is_limited else None}
 
 
@@ -113,7 +110,7 @@ class OllamaFields(BaseModel):
         extra = self.model_extra or {}
         for name, remedy in _REFUSED.items():
             if extra.get(name):
-                raise _refusal(name, remedy)
+                raise unsupported(name, remedy)
         fields = {name: value for name, value in extra.items() if name not in _REFUSED}
         fields |= (self.options or Options()).as_fields()
         if self.format not in (None, ""):
@@ -140,7 +137,7 @@ class GenerateFields(OllamaFields):
 
     def as_completion(self, request: Request) -> CompletionFields:
         if self.system:
-            raise _refusal("system", "the prompt is raw, or the model has no chat template; put it into the prompt")
+            raise unsupported("system", "the prompt is raw, or the model has no chat template; put it into the prompt")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         fields = self.shared(request) | {"prompt": self.prompt or "", "suffix": self.suffix, "logprobs": logprobs}
         return as_fields(CompletionFields, fields)
@@ -199,20 +196,10 @@ async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | Completio
         prompt = read_prompt(engine.llm, asked.prompt, asked, params)
         return ReadConversation(prompt.ids, prompt.params, ToolPlan())
 
-    found, generation = await queue_conversation(call, read, lambda error: reworded(error, _renamed(str(error))))
+    found, generation = await queue_conversation(call, read, lambda error: reworded(error, renamed(str(error), _NAMES)))
     texts = await TokenTexts.of(engine) if fields.logprobs else None
     items = Pieces(fields.model or call.model, kind, generation, texts, fields.top_logprobs or 0)
-    return ItemsResponse(asked, generation, items, found.plan.parser(), found.ignored, _renamed)
-
-
-def _renamed(text: str) -> str:
-    """Return a text that begins with a field of OpenAI's endpoints with the name of that field here."""
-    pattern = r"^({})\b".format("|".join(map(re.escape, _NAMES)))
-    return re.sub(pattern, lambda name: _NAMES[name[1]], text)
-
-
-def _refusal(name: str, remedy: str) -> ApiError:
-    return ApiError(400, f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
+    return ItemsResponse(asked, generation, items, found.plan.parser(), found.ignored, _NAMES)
 
 
 def served_name(request: Request, name: str | None) -> str | None:
@@ -231,7 +218,7 @@ def served_name(request: Request, name: str | None) -> str | None:
 def _loaded(request: Request, fields: OllamaFields, empty: dict[str, Any]) -> Response:
     """Answer a request without a prompt, which would load the model or remove it from memory: it stays loaded."""
     name = served_name(request, fields.model)
-    head = {"model": fields.model or name or state_of(request).names[0], "created_at": now()}
+    head = {"model": fields.model or name or state_of(request).names[0], "created_at": formatted(time.time())}
     seconds = str(fields.keep_alive)
     is_over = "0" in seconds and not set(seconds) - set("0.hmnsu\u00b5")  # such as 0, "0s" or "0m0.0s"
     return JSONResponse(head | empty | {"done": True, "done_reason": "unload" if is_over else "load"})

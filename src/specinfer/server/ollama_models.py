@@ -1,7 +1,6 @@
 """The paths of Ollama's API about models: there is one, which can be listed and described but not changed."""
 
 import hashlib
-from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,9 +9,10 @@ from pydantic import BaseModel, ConfigDict
 from specinfer.hub.files import read_object
 from specinfer.llm import LLM
 from specinfer.model.gguf.folder import weights_file
-from specinfer.server.errors import ApiError
+from specinfer.server.errors import unsupported
 from specinfer.server.infill import can_infill
 from specinfer.server.ollama import served_name
+from specinfer.server.ollama_pieces import formatted
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.state import ServerState, state_of
 
@@ -79,7 +79,7 @@ async def show(fields: ShowFields, request: Request) -> dict[str, Any]:
         "details": details,
         "model_info": _model_info(llm, details["family"], name or state.names[0]),
         "capabilities": _capabilities(llm),
-        "modified_at": _time(state.started),
+        "modified_at": formatted(state.started),
     }
 
 
@@ -92,9 +92,7 @@ async def show(fields: ShowFields, request: Request) -> dict[str, Any]:
 @router.post("/api/blobs/{digest}")
 async def change(request: Request) -> None:
     """Refuse to fetch, make or remove models."""
-    name = request.url.path.rstrip("/")
-    message = f"{name}: not supported; the one model is chosen at the start (specinfer serve MODEL)"
-    raise ApiError(400, message, code="unsupported_parameter")
+    raise unsupported(request.url.path.rstrip("/"), "the one model is chosen at the start (specinfer serve MODEL)")
 
 
 def _entry(state: ServerState, name: str) -> dict[str, Any]:
@@ -102,7 +100,7 @@ def _entry(state: ServerState, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "model": name,
-        "modified_at": _time(state.started),
+        "modified_at": formatted(state.started),
         "size": loaded.num_bytes,
         "digest": hashlib.sha256(f"{state.root}\0{loaded.weights_type}".encode()).hexdigest(),
         "details": _details(state),
@@ -148,7 +146,3 @@ def _capabilities(llm: LLM) -> list[str]:
         "thinking": reader.reasoning_format is not None,
     }
     return [name for name, has_it in found.items() if has_it]
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -1,5 +1,6 @@
 """The objects of a response in Ollama's format, as a whole and as lines."""
 
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -61,7 +62,7 @@ class Pieces:
     def finish(self, chunk: TextChunk) -> list[dict[str, Any]]:
         request = self._generation.requests[0]
         start, first = request.scheduled_time or request.arrival_time, request.first_token_time
-        end = request.finished_time or datetime.now(UTC).timestamp()
+        end = request.finished_time or time.time()
         self._end = {
             "done": True,
             "done_reason": chunk.finish_reason,
@@ -85,7 +86,7 @@ class Pieces:
         self, text: str, thinking: str, calls: list[dict[str, Any]], logprobs: list[dict[str, Any]]
     ) -> dict[str, Any]:
         thoughts = {"thinking": thinking} if thinking else {}
-        piece: dict[str, Any] = {"model": self._model, "created_at": now()}
+        piece: dict[str, Any] = {"model": self._model, "created_at": formatted(time.time())}
         if self._kind == "response":
             piece |= {"response": text, **thoughts}
         else:
@@ -105,8 +106,9 @@ class Pieces:
         return [{"id": delta.id, "function": function}]
 
 
-def now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+def formatted(seconds: float) -> str:
+    """Return a time, in seconds since 1970, as the API writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _nanoseconds(seconds: float) -> int:

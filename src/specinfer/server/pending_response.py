@@ -23,7 +23,7 @@ from specinfer.server.config import ServerConfig
 from specinfer.server.custom_tools import Parser
 from specinfer.server.dialect import Event, dialect_of, to_json
 from specinfer.server.disconnect import until_disconnect
-from specinfer.server.errors import ApiError, as_api_error
+from specinfer.server.errors import ApiError, as_api_error, renamed
 from specinfer.server.field_checks import with_ignored
 from specinfer.server.generations import chunks_of, close_all, finish_all
 from specinfer.server.logprobs import TokenTexts
@@ -71,8 +71,8 @@ class PendingResponse(Protocol):
         ...
 
     @property
-    def renamed(self) -> Callable[[str], str]:
-        """Function from the name of a field of OpenAI's endpoints to its name in this API."""
+    def names(self) -> Mapping[str, str]:
+        """Patterns of the names of fields in OpenAI's endpoints, and the names in this API."""
         ...
 
     @property
@@ -121,18 +121,13 @@ class ChoicesResponse:
     hides_output: bool = False
     returns_progress: bool = False
     ignored: Sequence[str] = ()
-    renamed: Callable[[str], str] = str
+    names: Mapping[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def close(self) -> None:
         close_all(self.generations)
 
     async def whole(self) -> bytes:
-        """Return all outputs as JSON, once they have ended.
-
-        Raises:
-            ApiError: One of the outputs failed.
-        """
         chunks = await finish_all(self.generations)
         # Log-probabilities and trees can be large, so a thread formats them and the event loop does not wait.
         return self._to_json(chunks) if self.texts is None else await asyncio.to_thread(self._to_json, chunks)
@@ -148,7 +143,6 @@ class ChoicesResponse:
         return to_json(self._head(self.kinds[0]))[:-1] + b',"choices":[' + encoded + b"]," + to_json(end)[1:]
 
     async def events(self, config: ServerConfig) -> AsyncGenerator[Event | None]:
-        """Yield the response in pieces as they come, or None when nothing has come for a while."""
         fields, is_first, is_reading = self.fields, True, self.returns_progress
         interval = fields.stream_interval or config.stream_interval
         ping_seconds = _PROGRESS_SECONDS if self.returns_progress else config.ping_seconds
@@ -250,7 +244,7 @@ class ItemsResponse:
     items: Items
     parser: Parser
     ignored: Sequence[str] = ()
-    renamed: Callable[[str], str] = str
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def generations(self) -> Sequence[Generation]:
@@ -260,18 +254,12 @@ class ItemsResponse:
         self.generation.close()
 
     async def whole(self) -> bytes:
-        """Return the response as JSON, once it is complete.
-
-        Raises:
-            ApiError: The request failed.
-        """
         ((chunk,),) = await finish_all([self.generation])
         self.items.push(deltas_of(self.parser, chunk), chunk)
         self.items.finish(chunk)
         return to_json(self.items.whole())
 
     async def events(self, config: ServerConfig) -> AsyncGenerator[Event | None]:
-        """Yield the response's events as they come, or None when nothing has come for a while."""
         for event in self.items.begin():
             yield event
         interval, last = self.fields.stream_interval or config.stream_interval, time.monotonic()
@@ -313,7 +301,7 @@ async def respond(
     """
     pending = await until_disconnect(request, work)
     left_out = [name for generation in pending.generations for name in generation.left_out]
-    headers = with_ignored(headers, map(pending.renamed, [*pending.ignored, *left_out]))
+    headers = with_ignored(headers, [renamed(name, pending.names) for name in [*pending.ignored, *left_out]])
     if pending.fields.stream:
         dialect = dialect_of(route_path(request.scope))
         return EventStream(pending.events(state_of(request).config), pending.close, headers, dialect)

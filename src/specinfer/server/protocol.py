@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from specinfer.core.sampling import MAX_LOGPROBS
-from specinfer.server.errors import ApiError
+from specinfer.server.errors import ApiError, unsupported
 from specinfer.server.field_checks import CONSTRAINTS, HARMLESS, REFUSED, as_number, few, with_ignored
 from specinfer.server.response_format import ignored_keys
 
@@ -142,7 +142,7 @@ class SharedFields(BaseModel):
         unknown = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         for name, value in unknown.items():
             if name in REFUSED and value not in (False, [], ""):
-                raise ApiError(400, f"{name}: not supported; {REFUSED[name]}", param=name, code="unsupported_parameter")
+                raise unsupported(name, REFUSED[name])
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs: not in a stream; leave one of them out", param="prompt_logprobs")
         ignored = sorted(name for name in unknown if name not in HARMLESS and name not in CONSTRAINTS)
@@ -244,7 +244,7 @@ def check_single(fields: SharedFields, refused: Mapping[str, str]) -> None:
     remedies = dict.fromkeys(_OF_CHOICES, USE_CHAT) | dict(refused)
     for name, remedy in remedies.items():
         if getattr(fields, name, (fields.model_extra or {}).get(name)) not in (None, False):
-            raise ApiError(400, f"{name}: not supported; {remedy}", param=name, code="unsupported_parameter")
+            raise unsupported(name, remedy)
     if fields.n not in (None, 1):
         raise ApiError(400, "n: a response has one output; send several requests", param="n")
 

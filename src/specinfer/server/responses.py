@@ -14,7 +14,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.server.call import Call
 from specinfer.server.chat import ReadConversation, read_conversation
 from specinfer.server.disconnect import until_disconnect
-from specinfer.server.errors import ApiError
+from specinfer.server.errors import ApiError, renamed
 from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.responses_fields import Conversation, ResponsesFields
@@ -23,7 +23,11 @@ from specinfer.server.responses_tools import added_tools, flat_tools
 
 router = APIRouter(route_class=ParsedRoute)
 # Names of chat completions in errors, and their names here.
-_NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
+_NAMES = {
+    r"\bmax_tokens\b": "max_output_tokens",
+    r"\bresponse_format\b": "text.format",
+    r"\breasoning_effort\b": "reasoning.effort",
+}
 
 
 @router.post("/v1/responses", responses=RESPONSES)
@@ -68,7 +72,7 @@ async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
     try:
         (generation,) = await call.submit([(read.ids, read.params)], read.plan.reasoning)
     except RequestError as error:
-        raise _named(error) from error
+        raise reworded(error, renamed(str(error), _NAMES)) from error
     items = ResponseItems(
         call.name,
         _head(call, fields, read.params),
@@ -77,7 +81,7 @@ async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
         has_summaries=(fields.reasoning or {}).get("summary") not in (None, "none"),
         seals="reasoning.encrypted_content" in (fields.include or ()),
     )
-    return ItemsResponse(fields, generation, items, read.plan.parser(), read.ignored, _renamed)
+    return ItemsResponse(fields, generation, items, read.plan.parser(), read.ignored, _NAMES)
 
 
 async def _read(call: Call, fields: ResponsesFields) -> tuple[ReadConversation, dict[str, dict[str, Any]]]:
@@ -89,23 +93,13 @@ async def _read(call: Call, fields: ResponsesFields) -> tuple[ReadConversation, 
         try:
             found = read_conversation(call.state.engine.llm, fields.as_chat(conversation.messages, tools))
         except RequestError as error:
-            raise _named(conversation.named(error)) from error
+            named = conversation.named(error)
+            raise reworded(named, renamed(str(named), _NAMES)) from error
         names = [re.sub("^messages", conversation.name, name) for name in found.ignored]
         ignored = [*fields.unread_keys(), *dict.fromkeys(conversation.left_out), *names]
         return replace(found, ignored=ignored), calls
 
     return await call.read(read)
-
-
-def _named(error: RequestError) -> RequestError:
-    """Return an error with the names of this endpoint's fields."""
-    return reworded(error, _renamed(str(error)))
-
-
-def _renamed(text: str) -> str:
-    for name, here in _NAMES.items():
-        text = re.sub(rf"\b{name}\b", here, text)
-    return text
 
 
 def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[str, Any]:

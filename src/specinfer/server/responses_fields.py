@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema
 
 from specinfer.core.errors import ContextLengthError, RequestError, reworded, too_long
+from specinfer.inputs.chat.blocks import text_of
 from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import few
 from specinfer.server.protocol import (
@@ -202,7 +203,7 @@ class Conversation:
                 raise RequestError(f"{place}.{wrong[0]}: is not known here; calls and outputs are items of their own")
             self._add_message({key: value for key, value in item.items() if key != "type"}, place)
         elif kind == "agent_message":
-            self.add({"role": "user", "content": _texts_of(item.get("content"))}, place)
+            self.add({"role": "user", "content": text_of(item.get("content"))}, place)
         elif kind == "reasoning":
             self.add({"role": "assistant", "content": None, "reasoning_content": _thought_of(item)}, place)
         elif kind in _CALLS:
@@ -236,15 +237,10 @@ def _is_left_out(kind: str, item: dict[str, Any]) -> bool:
     if kind in ("tool_search_call", "tool_search_output") and item.get("execution") == "server":
         return True
     if kind in ("reasoning", "agent_message"):
-        return not (_thought_of(item) if kind == "reasoning" else _texts_of(item.get("content")))
+        return not (_thought_of(item) if kind == "reasoning" else text_of(item.get("content")))
     return kind not in ("message", *_REFUSED_ITEMS, *_CALLS, *_OUTPUTS, "additional_tools")
 
 
 def _thought_of(item: dict[str, Any]) -> str:
     """Return the thought in an item, or its summary; nothing if another server has encrypted it."""
-    return _texts_of(item.get("content")) or unsealed(item.get("encrypted_content")) or _texts_of(item.get("summary"))
-
-
-def _texts_of(parts: Any) -> str:
-    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [parts]
-    return "\n".join(text for text in texts if isinstance(text, str))
+    return text_of(item.get("content")) or unsealed(item.get("encrypted_content")) or text_of(item.get("summary"))

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from specinfer.core.errors import RequestError
 from specinfer.server.auth import body_size_of, tenant_of
 from specinfer.server.disconnect import until_disconnect
-from specinfer.server.errors import ApiError, as_api_error
+from specinfer.server.errors import ApiError, as_api_error, unsupported
 from specinfer.server.field_checks import REFUSED, with_ignored
 from specinfer.server.json_body import MAX_VALUES
 from specinfer.server.parsed_request import ParsedRoute
@@ -102,8 +102,7 @@ def _headers(asked: BaseModel, unread: Sequence[str] = ()) -> dict[str, str]:
     """
     unknown = {name: value for name, value in (asked.model_extra or {}).items() if value is not None}
     if "chat_template" in unknown:
-        message = f"chat_template: not supported; {REFUSED['chat_template']}"
-        raise ApiError(400, message, param="chat_template", code="unsupported_parameter")
+        raise unsupported("chat_template", REFUSED["chat_template"])
     return with_ignored({}, [*sorted(unknown), *(f"chat_template_kwargs.{name}" for name in unread)])
 
 
@@ -151,17 +150,13 @@ def _tokenized(state: ServerState, asked: TokenizeRequest) -> str:
 
 
 def _render(state: ServerState, asked: TokenizeRequest) -> list[int]:
-    """Render a conversation. Only options that differ from the default are passed; some templates know no others."""
     assert asked.messages is not None
     if asked.add_special_tokens:
         raise RequestError("add_special_tokens: with messages they are the template's; leave it out")
-    options: dict[str, Any] = {}
-    if asked.add_generation_prompt is False:
-        options["add_generation_prompt"] = False
-    if asked.continue_final_message:
-        options["continue_final_message"] = True
-    if asked.tools:
-        options["tools"] = asked.tools
-    if asked.chat_template_kwargs:
-        options["template_kwargs"] = asked.chat_template_kwargs
-    return state.engine.llm.reader.read_chat(asked.messages, **options)
+    return state.engine.llm.reader.read_chat(
+        asked.messages,
+        tools=asked.tools,
+        add_generation_prompt=asked.add_generation_prompt is not False,
+        continue_final_message=bool(asked.continue_final_message),
+        template_kwargs=asked.chat_template_kwargs,
+    )

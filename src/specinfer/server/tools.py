@@ -7,16 +7,16 @@ text, and a call that begins in it must be valid. "required" and a named functio
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from specinfer.core.errors import RequestError
 from specinfer.core.reasoning import Reasoning
 from specinfer.core.structured_outputs import StructuredOutputsParams
-from specinfer.inputs.chat.special_tokens import SpecialToken
 from specinfer.inputs.formats.argument_grammar import CallableFunction
 from specinfer.inputs.formats.call_grammar import CallGrammar
 from specinfer.inputs.formats.calls import SYSTEM_PROMPT_FORMAT, CallFormat
+from specinfer.inputs.formats.lark import SpecialToken
 from specinfer.inputs.formats.parser import OutputParser
 from specinfer.server.custom_tools import CustomInputs, Parser, function_of_custom
 from specinfer.server.schemas import lenient, read_schema
@@ -60,10 +60,6 @@ class ToolPlan:
         schemas = {function.name: function.schema for function in functions}
         parser = OutputParser(self.call_format, schemas, self.reasoning if separates_thoughts else None)
         return CustomInputs(parser, self.custom) if self.custom else parser
-
-    def thinking(self, reasoning: Reasoning | None) -> "ToolPlan":
-        """Return the plan for a response with this thought."""
-        return replace(self, reasoning=reasoning)
 
     def combined(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """Return the constraints together with a requested format; with "auto" a response is a call or has it.
@@ -199,7 +195,12 @@ def _read_function(field: str, given: dict[str, Any]) -> tuple[dict[str, Any], C
         raise RequestError(f"{field}.description: must be text, not {description!r:.60}")
     if strict is not None and not isinstance(strict, bool):
         raise RequestError(f"{field}.strict: must be true or false, not {strict!r:.60}")
-    parameters = _read_parameters(f"{field}.parameters", given.get("parameters"))
+    parameters = given.get("parameters")
+    if parameters is None or parameters == []:
+        parameters = _NO_PARAMETERS
+    else:
+        schema = read_schema(f"{field}.parameters", parameters)
+        parameters = {key: value for key, value in schema.items() if key != "type" or value is not None}
     kind = parameters.get("type")
     schema = _ANY_OBJECT | parameters
     if kind not in (None, "object"):
@@ -210,13 +211,6 @@ def _read_function(field: str, given: dict[str, Any]) -> tuple[dict[str, Any], C
     return {"type": "function", "function": shown}, CallableFunction(
         name, schema if strict else lenient(schema), f"{field}.parameters"
     )
-
-
-def _read_parameters(field: str, given: Any) -> dict[str, Any]:
-    if given is None or given == []:
-        return _NO_PARAMETERS
-    schema = read_schema(field, given)
-    return {key: value for key, value in schema.items() if key != "type" or value is not None}
 
 
 def _is_left_out(choice: Any) -> bool:

@@ -23,6 +23,7 @@ _MAX_CALLS = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
+_PLACES_OF_THOUGHTS = ("thinking", "text", "reasoning", "content", "summary")  # fields of such a part
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of an answer's thoughts; the first one counts
 _READ = {"role", "content", "tool_calls", "function_call", "name", "tool_name", "refusal", "tool_call_id", *THOUGHTS}
 _OF_ANSWERS = {"annotations", "audio", "id", "phase", "status", "type"}  # fields of answers, which clients send back
@@ -85,7 +86,12 @@ def _complete(result: Message, waiting: list[tuple[str, str]], default_id: str) 
 
 def add_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[Message]:
     """Return a conversation for a template that does not know tools."""
-    result = [_as_user(message) for message in messages]
+    result = [
+        {"role": "user", "content": f"<tool_response>\n{one['content']}\n</tool_response>"}
+        if one["role"] == "tool"
+        else one
+        for one in messages
+    ]
     if not tools:
         return result
     text = _TOLD.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -115,13 +121,6 @@ def as_written(message: Message, call_format: CallFormat) -> Message:
 
 def _as_text(arguments: Mapping[str, Any] | str) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _as_user(message: Message) -> Message:
-    """Return a tool's result as a message of the user, for a template that does not know tools."""
-    if message["role"] != "tool":
-        return message
-    return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
 
 
 def unread_keys(messages: Any) -> list[str]:
@@ -194,24 +193,17 @@ def _text_of(part: Any, kind: Any, *, refuses: bool) -> str | None:
     """Return the text of a part, or None if it has none."""
     if isinstance(part, str):
         return part
-    if kind in _THOUGHT_PARTS:
-        return _thought(part)
     if not isinstance(kind, str):
         return None
     if kind in _TEXT_PARTS:
         text = part.get(_TEXT_PARTS[kind])
         return "" if text is None and part.get("type") else text if isinstance(text, str) else None
     try:
+        if kind in _THOUGHT_PARTS:
+            return text_of(next((part[key] for key in _PLACES_OF_THOUGHTS if part.get(key)), ""))
         return None if refuses and is_unreadable(part) else text_of(part) or None
     except (TypeError, ValueError, RecursionError):
         return None
-
-
-def _thought(part: Mapping[str, Any]) -> str:
-    """Return the text of a thought, which is in one of several places, whole or in parts."""
-    given = next((part[key] for key in ("thinking", "text", "reasoning", "content", "summary") if part.get(key)), "")
-    pieces = given if isinstance(given, (list, tuple)) else [given]
-    return "\n".join(_text(piece.get("text")) if isinstance(piece, Mapping) else _text(piece) for piece in pieces)
 
 
 def _read_calls(field: str, given: Mapping[str, Any], call_format: CallFormat) -> list[Message]:

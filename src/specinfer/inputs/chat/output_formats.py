@@ -28,12 +28,8 @@ class OutputFormats:
     def __init__(self, tokenizer: Any, reasoning_parser: str, tool_call_parser: str) -> None:
         self._tokenizer = tokenizer
         self.names = reasoning_parser, tool_call_parser
-        self._reasoning: ReasoningFormat | None = None
-        if reasoning_parser not in (AUTO, NONE):
-            self._reasoning = _named("reasoning_parser", reasoning_parser, REASONING_FORMATS, (AUTO, NONE))
-        self._calls = None
-        if tool_call_parser != AUTO:
-            self._calls = _named("tool_call_parser", tool_call_parser, CALL_FORMATS, (AUTO,))
+        self._reasoning = _named("reasoning_parser", reasoning_parser, REASONING_FORMATS, (AUTO, NONE))
+        self._calls = _named("tool_call_parser", tool_call_parser, CALL_FORMATS, (AUTO,))
         self._found: dict[str | None, CallFormat] = {}  # by template; the operator's and the model's are few
 
     def calls(self, template: str | None) -> CallFormat:
@@ -84,7 +80,7 @@ class OutputFormats:
         return find_format(template, render, self._calls)
 
 
-def _named(field: str, name: str, known: Mapping[str, T], words: Sequence[str]) -> T:
-    if name not in known:
+def _named(field: str, name: str, known: Mapping[str, T], words: Sequence[str]) -> T | None:
+    if name not in known and name not in words:
         raise ValueError(f"{field}: {name!r} is not known; use one of {', '.join([*words, *sorted(known)])}")
-    return known[name]
+    return known.get(name)

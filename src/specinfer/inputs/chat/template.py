@@ -20,7 +20,7 @@ from specinfer.inputs.chat.control_tokens import ControlTokens
 from specinfer.inputs.chat.forms import forms_of, system_texts
 from specinfer.inputs.chat.messages import THOUGHTS, Message, add_tools, as_written, read_messages
 from specinfer.inputs.chat.output_formats import OutputFormats
-from specinfer.inputs.chat.special_tokens import SpecialToken
+from specinfer.inputs.formats.lark import SpecialToken
 from specinfer.inputs.prompt_limits import PromptLimits
 
 logger = logging.getLogger(__name__)

@@ -12,14 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specinfer.core.structured_outputs import StructuredOutputsParams
-from specinfer.inputs.formats.arguments import is_text, types_of
+from specinfer.inputs.formats.arguments import choices_of, is_text, types_of
 from specinfer.inputs.formats.calls import Arguments as Notation
-from specinfer.inputs.formats.calls import (
-    BracedArguments,
-    JsonArguments,
-    KeywordArguments,
-    TaggedArguments,
-)
+from specinfer.inputs.formats.calls import BracedArguments, JsonArguments, KeywordArguments, TaggedArguments
 from specinfer.inputs.formats.lark import Literals, quoted
 
 _PYTHON_TEXT = r"""PYTHON_TEXT: /"([^"\\\n]|\\.){0,}"|'([^'\\\n]|\\.){0,}'/"""
@@ -179,8 +174,8 @@ _JSON_TYPES = {"number", "integer", "boolean", "object", "array", "null"}
 
 def _choices(schema: Mapping[str, Any]) -> list[str] | None:
     """Return the texts that are the only values of a schema, or None."""
-    found = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return list(map(str, found)) if isinstance(found, list) and found and is_text(schema) else None
+    choices = choices_of(schema)
+    return list(map(str, choices)) if choices and is_text(schema) else None
 
 
 def _of_types(schema: Mapping[str, Any], rules: dict[str, str], other: str) -> str:

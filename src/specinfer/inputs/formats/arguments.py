@@ -51,10 +51,14 @@ def is_text(schema: Mapping[str, Any] | None) -> bool:
     """Return whether all values of a schema are texts, or null."""
     if schema is None:
         return False
+    choices = choices_of(schema)
+    return all(isinstance(choice, str) for choice in choices) if choices else types_of(schema) in _TEXT_TYPES
+
+
+def choices_of(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a schema lists as the only ones; none if it does not."""
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(choices, list) and choices:
-        return all(isinstance(choice, str) for choice in choices)
-    return types_of(schema) in _TEXT_TYPES
+    return choices if isinstance(choices, list) else []
 
 
 def types_of(schema: Mapping[str, Any] | None) -> set[str]:

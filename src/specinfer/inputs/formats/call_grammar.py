@@ -8,11 +8,10 @@ from typing import Any
 
 from specinfer.core.errors import RequestError
 from specinfer.core.structured_outputs import StructuredOutputsParams
-from specinfer.inputs.chat.special_tokens import SpecialToken
 from specinfer.inputs.formats.argument_grammar import Arguments, CallableFunction
 from specinfer.inputs.formats.calls import CallFormat, CallNumber, JsonArguments, Label, Name, Part
 from specinfer.inputs.formats.harmony import TEXTS, channel_rules
-from specinfer.inputs.formats.lark import SPACE, Literals, quoted, ranges
+from specinfer.inputs.formats.lark import SPACE, Literals, SpecialToken, quoted, ranges
 
 _LABEL = "LABEL: /[A-Za-z0-9_-]{1,64}/"
 _NUMBER = "NUMBER: /[0-9]{1,4}/"

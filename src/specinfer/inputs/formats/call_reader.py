@@ -4,11 +4,12 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from specinfer.inputs.formats.arguments import is_text, json_of_braces, json_of_keywords, json_of_text
 from specinfer.inputs.formats.calls import (
+    Arguments,
     BracedArguments,
     CallFormat,
     CallNumber,
@@ -23,7 +24,6 @@ from specinfer.inputs.formats.scanner import Lines, Reading, Scanner
 
 _IN_JSON = re.compile(r'["\\{}\[\]]')  # the characters that determine where a JSON value ends
 _IN_PYTHON = re.compile(r"""["'\\(){}\[\]]""")
-_ARGUMENTS = (JsonArguments, TaggedArguments, KeywordArguments, BracedArguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class CallReader:
         parts = [part for part in style.call if not isinstance(part, str) or part.strip()]
         self._name = self._number = ""
         for i, part in enumerate(parts):
-            if not isinstance(part, _ARGUMENTS):
+            if not isinstance(part, Arguments):
                 if not (yield from self._read_part(part, parts[i + 1])):
                     return False
                 continue
@@ -144,8 +144,7 @@ class CallReader:
         if isinstance(part, str):
             return (yield from self._scanner.take(part))
         if isinstance(part, (Name, Label)) and part.is_quoted:
-            quoted = yield from self._scanner.take_quoted()
-            text = None if quoted is None else _string(quoted)
+            text = yield from self._scanner.take_quoted()
         else:
             text = yield from self._scanner.take_word(following.strip()[0] if isinstance(following, str) else "")
         if text is None:
@@ -169,45 +168,39 @@ class CallReader:
 
     # -------------------------------------------------------------------------------- arguments
 
-    def _read_arguments(self, part: Part, style: CallFormat) -> Reading[bool]:
+    def _read_arguments(self, part: Arguments, style: CallFormat) -> Reading[bool]:
         """Read and send the arguments; False, and nothing is sent, if there are none."""
-        scanner = self._scanner
+        begun: str | None = ""
         if isinstance(part, JsonArguments):
-            if not (yield from scanner.take("{")):
-                return False
-            self.begin_call(style, self._name, self._number)
-            self.send_arguments("{")
-            self.is_in_call = not (yield from scanner.read_balanced(_IN_JSON, ('"',), self.send_arguments))
-            return True
-        if isinstance(part, TaggedArguments):
-            self.begin_call(style, self._name, self._number)
-            self.is_in_call = not (yield from self._read_tagged(part))
-            return True
-        assert isinstance(part, (KeywordArguments, BracedArguments))
-        made = yield from self._read_converted(part)
-        if made is None:
+            begun = "{" if (yield from self._scanner.take("{")) else None
+        elif not isinstance(part, TaggedArguments):
+            begun = yield from self._read_converted(part)
+        if begun is None:
             return False
         self.begin_call(style, self._name, self._number)
-        self.send_arguments(made)
-        self.is_in_call = False
+        self.send_arguments(begun)
+        is_whole = True
+        if isinstance(part, JsonArguments):
+            is_whole = yield from self._scanner.read_balanced(_IN_JSON, ('"',), self.send_arguments)
+        elif isinstance(part, TaggedArguments):
+            is_whole = yield from self._read_tagged(part)
+        self.is_in_call = not is_whole
         return True
 
     def _read_converted(self, part: KeywordArguments | BracedArguments) -> Reading[str | None]:
         """Read arguments that become JSON as a whole; None if they are no arguments."""
         scanner, pieces = self._scanner, list[str]()
-        if isinstance(part, KeywordArguments):
-            if not (yield from scanner.take("(")):
-                return None
-            is_whole = yield from scanner.read_balanced(_IN_PYTHON, ('"', "'"), pieces.append)
-            made = json_of_keywords("".join(pieces)[:-1])
-        else:
-            if not (yield from scanner.take("{")):
-                return None
-            structure = re.compile(rf"{re.escape(part.quote)}|[{{}}\[\]]")
-            is_whole = yield from scanner.read_balanced(structure, (part.quote,), pieces.append)
-            made = json_of_braces("{" + "".join(pieces), part.quote)
-        scanner.record("".join(pieces))
-        return made if is_whole else None
+        quotes: tuple[str, ...] = ('"', "'") if isinstance(part, KeywordArguments) else (part.quote,)
+        is_python = isinstance(part, KeywordArguments)
+        structure = _IN_PYTHON if is_python else re.compile(rf"{re.escape(quotes[0])}|[{{}}\[\]]")
+        if not (yield from scanner.take("(" if is_python else "{")):
+            return None
+        is_whole = yield from scanner.read_balanced(structure, quotes, pieces.append)
+        text = "".join(pieces)
+        scanner.record(text)
+        if not is_whole:
+            return None
+        return json_of_keywords(text[:-1]) if is_python else json_of_braces("{" + text, quotes[0])
 
     def _read_tagged(self, tags: TaggedArguments) -> Reading[bool]:
         """Read and send arguments in tags; return whether they have ended."""
@@ -254,16 +247,3 @@ class CallReader:
         if end is not None:
             self.send_arguments('"' if is_sent else start + json_of_text("".join(pieces), schema))
         return end is not None
-
-
-def one_call(style: CallFormat, parts: tuple[Part, ...]) -> CallFormat:
-    """Return a format in which a call has another form and stands alone."""
-    return replace(style, call=parts, begin=(), between=(), end=())
-
-
-def _string(quoted: str) -> str | None:
-    try:
-        found = json.loads(quoted)
-    except ValueError:
-        return None
-    return found if isinstance(found, str) else None

@@ -3,11 +3,18 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
-
-from specinfer.inputs.chat.special_tokens import SpecialToken
+from dataclasses import dataclass
 
 # A space, or line breaks and indentation: a model that wants to end its text cannot fill it with whitespace.
 SPACE = r"WS: /[ \t]|(\r?\n){1,2}[ \t]{0,16}/"
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """A token added to the vocabulary; `is_shown` if decoded texts contain it, as `<think>` of some models."""
+
+    id: int
+    is_shown: bool
 
 
 class Literals:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from specinfer.core.reasoning import Reasoning
-from specinfer.inputs.formats.call_reader import CallReader, OutputDelta, one_call
+from specinfer.inputs.formats.call_reader import CallReader, OutputDelta
 from specinfer.inputs.formats.calls import CallFormat
 from specinfer.inputs.formats.harmony import read_channels
 from specinfer.inputs.formats.scanner import SPACES, Reading, Scanner, Trimmed, overlap
@@ -117,7 +117,8 @@ class OutputParser:
 
     def _read_content_and_calls(self, style: CallFormat) -> Reading[None]:
         scanner = self._scanner
-        others = [one_call(style, parts) for parts in style.also] if self._calls.functions else []
+        alone = replace(style, begin=(), between=(), end=())
+        others = [replace(alone, call=parts) for parts in style.also] if self._calls.functions else []
         # Other forms that begin like the first one may be anywhere, all others only at the start of a line.
         forms = [style, *(form for form in others if form.trigger == style.trigger)]
         others = [form for form in others if form.trigger != style.trigger]

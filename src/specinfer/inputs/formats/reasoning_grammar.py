@@ -6,9 +6,8 @@ from dataclasses import replace
 from specinfer.core.reasoning import Reasoning
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
-from specinfer.inputs.chat.special_tokens import SpecialToken
 from specinfer.inputs.formats.harmony import TEXTS, channel_rules
-from specinfer.inputs.formats.lark import SPACE, Literals, escaped, ranges
+from specinfer.inputs.formats.lark import SPACE, Literals, SpecialToken, escaped, ranges
 
 
 def with_thought(
@@ -21,20 +20,14 @@ def with_thought(
     asked = params.structured_outputs
     if not isinstance(asked, StructuredOutputsParams) or asked.enable_in_reasoning:
         return params
-    return replace(params, structured_outputs=after_thought(asked, reasoning, special_tokens))
-
-
-def after_thought(
-    asked: StructuredOutputsParams, reasoning: Reasoning, special_tokens: Mapping[str, SpecialToken]
-) -> StructuredOutputsParams:
-    """Return the grammar of a thought that an answer follows."""
     if reasoning.has_channels:
         rules = channel_rules((), "@response", Literals(TEXTS, special_tokens))
     else:
         rules = _thought(reasoning, special_tokens)
         opening = "thought" if reasoning.is_open else "(WS? start_mark thought)?"
         rules = [f"start: {opening} WS? @response", *rules, SPACE]
-    return StructuredOutputsParams(grammar="\n".join(rules), schemas={"response": asked}, field=asked.field)
+    made = StructuredOutputsParams(grammar="\n".join(rules), schemas={"response": asked}, field=asked.field)
+    return replace(params, structured_outputs=made)
 
 
 def _thought(reasoning: Reasoning, special_tokens: Mapping[str, SpecialToken]) -> list[str]:

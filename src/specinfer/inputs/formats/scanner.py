@@ -3,6 +3,7 @@
 Each method that reads is a generator, which yields where it needs more text. Texts are taken after whitespace.
 """
 
+import json
 import re
 from collections.abc import Callable, Generator
 from typing import TypeAlias, TypeVar
@@ -97,11 +98,15 @@ class Scanner:
                 return None
 
     def take_quoted(self) -> Reading[str | None]:
-        """Take a short JSON string and return it with its quotes; None if there is none."""
+        """Take a short JSON string and return its text; None if there is none."""
         while True:
             self.skip_spaces()
             if (found := _QUOTED.match(self.pending)) is not None:
-                return self._take_first(found.end())
+                try:
+                    text: str = json.loads(self._take_first(found.end()))
+                except ValueError:  # an escape that JSON does not have
+                    return None
+                return text
             if _BEGUN_QUOTED.fullmatch(self.pending) is None or not (yield from self.wait()):
                 return None
 
