@@ -20,7 +20,8 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FOLDERS = ("src", "tests", "tools", "examples", "deploy", "docs", "benchmarks")
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?<![\w./~*{-])[\w-][\w./-]*\.(?:py|h|cpp|toml|css|js)\b")
-OTHERS = {"llama.cpp", "utils.py"}  # another program, and a name that is not to be given
+# Another program, files of clients, and a name that is not to be given.
+OTHERS = {"llama.cpp", "config.toml", "opencode.json", "extra-openai-models.yaml", "utils.py"}
 
 
 def code(text: str) -> Iterator[str]:

@@ -231,6 +231,8 @@ def test_langchain(thinks: bool, tmp_path: Path) -> None:
     for api, made in found.items():
         assert made["answer"] == made["streamed"] == ANSWER, api
         assert made["streamed_calls"] == [["read_file", {"path": "notes.txt"}]], api
+        # ChatOpenAI does not read thoughts of chat completions.
+        assert (THOUGHT in json.dumps(made["thought"])) == (thinks and api != "chat"), api
         assert set(map(json.dumps, made["structured"].values())) == {json.dumps(PURCHASE)}, (api, made["structured"])
         assert api == "ollama" or made["cached"] > 0
 

@@ -68,6 +68,6 @@ found = {
     "chat": converse(ChatOpenAI(**openai), [*both, "json_mode"]),
     "responses": converse(ChatOpenAI(use_responses_api=True, **openai), both),
     "anthropic": converse(ChatAnthropic(base_url=URL, api_key="any", model=MODEL), both),
-    "ollama": converse(ChatOllama(base_url=URL, model=MODEL, reasoning=None), [*both, "json_mode"]),
+    "ollama": converse(ChatOllama(base_url=URL, model=MODEL, reasoning=True), [*both, "json_mode"]),
 }
 print(json.dumps(found))
