@@ -111,11 +111,7 @@ class PromptReader:
         return Job(request_id, text_of(prompt), requests)
 
     def read(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Return the prompt's token ids.
-
-        Raises:
-            RequestError: The prompt, or the parameters with it, cannot be served.
-        """
+        """Return the prompt's token ids."""
         ids = self._tokens(prompt)
         self._limits.check_prompt(ids)
         self._limits.check_params(len(ids), params)
@@ -235,11 +231,7 @@ class PromptReader:
         return found
 
     def bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each bad word, at the start of a text and after a space.
-
-        Raises:
-            RequestError: There is no tokenizer.
-        """
+        """Return the tokens of each bad word, at the start of a text and after a space."""
         if params.bad_words and self._tokenizer is None:
             raise RequestError("bad_words: this model has no tokenizer; use logit_bias")
         found: dict[tuple[int, ...], None] = {}
@@ -252,11 +244,7 @@ class PromptReader:
         return tuple(found)
 
     def prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the tokens of the text that the output is likely to resemble, as many as an output can have.
-
-        Raises:
-            RequestError: They are not tokens of this model.
-        """
+        """Return the tokens of the text that the output is likely to resemble, as many as an output can have."""
         given = params.prediction
         if given is None:
             return ()

@@ -67,11 +67,7 @@ async def unload_adapter(fields: UnloadFields, request: Request) -> PlainTextRes
 
 
 def _updatable(request: Request) -> ServerState:
-    """Return the server's state.
-
-    Raises:
-        ApiError: Adapters may not be changed while the server runs, or are not served at all.
-    """
+    """Return the server's state if its adapters may be changed."""
     state = state_of(request)
     if not state.config.allow_runtime_lora_updating:
         message = "adapters may not be changed while the server runs; start it with --allow-runtime-lora-updating"

@@ -133,12 +133,7 @@ def _as_chat(fields: CountFields, request: Request) -> tuple[ChatFields, Convers
 
 
 async def _begin(call: Call, chat: ChatFields, conversation: Conversation, fields: MessagesFields) -> ItemsResponse:
-    """Read a conversation and queue it.
-
-    Raises:
-        RequestError: The conversation cannot be served.
-        QueueFullError: The queue has no room for it.
-    """
+    """Read a conversation and queue it."""
     llm = call.state.engine.llm
     read, generation = await queue_conversation(
         call, lambda: read_conversation(llm, chat), lambda error: _named(error, conversation)

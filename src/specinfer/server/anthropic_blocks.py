@@ -82,7 +82,8 @@ class MessageBlocks:
         content = []
         for block, parts in zip(self._blocks, self._texts, strict=True):
             text = "" if block["type"] == "thinking" and self._omits_thoughts else "".join(parts)
-            content.append(block | ({"input": _input_of(text)} if "input" in block else {block["type"]: text}))
+            is_call = block["type"] == "tool_use"  # without arguments if it was cut off
+            content.append(block | ({"input": read_generated(text) or {}} if is_call else {block["type"]: text}))
         return self._head | {"content": content} | self._end | {"usage": self._usage()}
 
     def _begin(self) -> list[dict[str, Any]]:
@@ -143,9 +144,3 @@ class MessageBlocks:
             "cache_read_input_tokens": num_cached,
             "output_tokens": usage["completion_tokens"],
         }
-
-
-def _input_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; {} if the call was cut off."""
-    found = read_generated(text)
-    return found if isinstance(found, dict) else {}

@@ -17,11 +17,7 @@ _PRIVATE = "x-anthropic-billing-header"  # begins a system block that differs in
 
 
 def add_messages(conversation: Conversation, system: Any, messages: list[dict[str, Any]]) -> None:
-    """Add a system text and messages to a conversation; runs in the event loop.
-
-    Raises:
-        RequestError: There are too many blocks, or a message is empty.
-    """
+    """Add a system text and messages to a conversation; runs in the event loop."""
     num_blocks = sum(len(content) for one in messages if isinstance(content := one.get("content"), list))
     if num_blocks > _MAX_BLOCKS:
         raise RequestError(f"messages: {num_blocks} blocks of content are too many; send at most {_MAX_BLOCKS}")

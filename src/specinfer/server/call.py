@@ -85,11 +85,7 @@ class Call:
         return self.fields.model or self.state.names[0]
 
     def check_count(self, num_prompts: int, num_outputs: int) -> None:
-        """Refuse more outputs than a key, or the queue for several prompts, can ever have.
-
-        Raises:
-            RequestError: There are more.
-        """
+        """Refuse more outputs than a key, or the queue for several prompts, can ever have."""
         admission, field = self.state.engine.admission, "n" if num_prompts == 1 else "prompt"
         capacity, limit = admission.capacity_of(self.tenant), admission.quotas.limits_of(self.tenant)
         if num_outputs > capacity and (num_prompts > 1 or limit.max_num_queued_reqs is not None):

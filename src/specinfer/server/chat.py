@@ -63,12 +63,7 @@ class ReadConversation:
 
 
 async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
-    """Read a conversation and queue it.
-
-    Raises:
-        RequestError: The conversation cannot be served.
-        QueueFullError: The queue has no room for it.
-    """
+    """Read a conversation and queue it."""
     engine = call.state.engine
     read = await call.read(lambda: read_conversation(engine.llm, fields))
     texts = None
@@ -110,10 +105,6 @@ async def queue_conversation(
 
     Args:
         named: Returns an error with the names of that API's fields.
-
-    Raises:
-        RequestError: The conversation cannot be served.
-        QueueFullError: The queue has no room for it.
     """
     try:
         found = await call.read(read)
@@ -124,11 +115,7 @@ async def queue_conversation(
 
 
 def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
-    """Render and check a conversation; runs in the thread that may use the tokenizer.
-
-    Raises:
-        RequestError: The conversation cannot be served.
-    """
+    """Render and check a conversation; runs in the thread that may use the tokenizer."""
     reader, tools, choice = llm.reader, fields.tools, fields.tool_choice
     if fields.functions:
         tools, choice = tools_of_functions(fields.functions, fields.function_call)

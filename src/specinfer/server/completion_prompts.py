@@ -56,11 +56,7 @@ def as_prompts(given: Any) -> Sequence[str | list[int]]:
 
 
 def read_prompt(llm: LLM, prompt: str | list[int], fields: CompletionFields, params: SamplingParams) -> ReadPrompt:
-    """Encode and check one prompt of a request; runs in the thread that may use the tokenizer.
-
-    Raises:
-        RequestError: The prompt cannot be served.
-    """
+    """Encode and check one prompt of a request; runs in the thread that may use the tokenizer."""
     text = prompt if isinstance(prompt, str) else None
     if fields.suffix:
         ids = _infilled(llm, text, fields)

@@ -35,12 +35,7 @@ async def create_completion(fields: CompletionFields, request: Request) -> Respo
 
 
 async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
-    """Read the prompts and queue them.
-
-    Raises:
-        RequestError: A prompt cannot be served.
-        QueueFullError: The queue has no room for them.
-    """
+    """Read the prompts and queue them."""
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise RequestError("best_of: outputs are not ranked; leave it out, or give the value of n")
     engine = call.state.engine
@@ -79,11 +74,7 @@ async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
 
 
 def completion_params(fields: CompletionFields, llm: LLM, max_tokens: int | None) -> SamplingParams:
-    """Return the sampling parameters of a request.
-
-    Raises:
-        RequestError: A value is out of range.
-    """
+    """Return the sampling parameters of a request."""
     echoed = fields.logprobs if fields.echo else None
     return sampling_params(
         fields,

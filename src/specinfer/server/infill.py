@@ -1,6 +1,6 @@
 """Filling in the middle: prompts with a prefix and a suffix, for models trained on such prompts."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from typing import Any
 
 from specinfer.core.errors import RequestError
@@ -28,9 +28,6 @@ def infill_ids(tokenizer: Any, reader: PromptReader, prefix: str, suffix: str, *
 
     Args:
         has_frame: Whether the tokens come first that the tokenizer puts before any text.
-
-    Raises:
-        RequestError: The model's tokenizer has no tokens for this, or a text cannot be read.
     """
 
     def encode(text: str) -> list[int]:
@@ -38,26 +35,14 @@ def infill_ids(tokenizer: Any, reader: PromptReader, prefix: str, suffix: str, *
 
     for form in _FORMS:
         marks = {part: _id_of(tokenizer, part) for part in form if isinstance(part, str)}
-        if None not in marks.values():
+        known: dict[object, list[int]] = {part: [mark] for part, mark in marks.items() if mark is not None}
+        if len(known) == len(marks):
+            known |= {_PREFIX: encode(prefix), _SUFFIX: encode(suffix)}
             frame = reader.encode("a") if has_frame else []
             first = encode("a")[:1]
             before = frame[: frame.index(first[0])] if first and first[0] in frame else []
-            return before + _filled(form, marks, encode(prefix), encode(suffix))
+            return before + [token for part in form for token in known[part]]
     raise RequestError("suffix: this model has no tokens for filling in the middle; leave it out")
-
-
-def _filled(
-    form: Sequence[object], marks: dict[str, int | None], prefix: Sequence[int], suffix: Sequence[int]
-) -> list[int]:
-    ids: list[int] = []
-    for part in form:
-        if isinstance(part, str):
-            mark = marks[part]
-            assert mark is not None
-            ids.append(mark)
-        else:
-            ids += prefix if part is _PREFIX else suffix
-    return ids
 
 
 def _id_of(tokenizer: Any, token: str) -> int | None:

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from specinfer.inputs.formats.arguments import MAX_DEPTH, is_deep
 from specinfer.server.errors import ApiError
 
-MAX_DEPTH = 100
 MAX_NAMES = 20_000  # of one object: each unknown one may become an error of its own
 MAX_HOLDERS = 100_000  # lists and objects: Python's parser would keep all threads waiting for seconds for a million
 MAX_VALUES = 1 << 18  # numbers, texts and the like: a million keep all threads waiting for 0.2 s
@@ -41,7 +41,7 @@ def read_body(body: bytes) -> dict[str, Any]:
         raise _refused(f"not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise _refused("must be a JSON object, {...}")
-    if _is_deep(value):
+    if is_deep(value):
         raise _refused(f"nested deeper than {MAX_DEPTH} levels; flatten it")
     if _SURROGATE.search(body):
         try:
@@ -57,7 +57,7 @@ def read_generated(text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return None if _is_deep(value) else value
+    return None if is_deep(value) else value
 
 
 def outside_strings(body: bytes) -> Iterator[bytes]:
@@ -75,11 +75,7 @@ def outside_strings(body: bytes) -> Iterator[bytes]:
 
 
 def _search(body: bytes) -> bool:
-    """Count what a body has outside of strings, and return whether there is a long number.
-
-    Raises:
-        ApiError: There are too many values.
-    """
+    """Count what a body has outside of strings, and return whether there is a long number."""
     num_holders = num_commas = 0
     has_long_number, last = False, b""
     for text in outside_strings(body):
@@ -129,17 +125,6 @@ def _int(digits: str) -> int:
     if len(digits.lstrip("-")) > 19:
         raise ValueError(f"the number {digits:.20}... has more than 64 bits")
     return int(digits)
-
-
-def _is_deep(value: Any) -> bool:
-    level, depth = [value] if isinstance(value, (dict, list)) else [], 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
-            return True
-        inner = (item for holder in level for item in (holder.values() if isinstance(holder, dict) else holder))
-        level = [item for item in inner if isinstance(item, (dict, list))]
-    return False
 
 
 def _refused(reason: str) -> ApiError:

@@ -147,9 +147,6 @@ def _as_json(scope: Scope, headers: Mapping[bytes, bytes]) -> Scope:
 
     Ollama's API takes any type, as curl -d sends that of a form. A page of another site could send such a body without
     asking first, so what a browser sends (it always has an Origin, and newer ones Sec-Fetch-Site) must name JSON.
-
-    Raises:
-        ApiError: The body is of another type.
     """
     if route_path(scope).startswith("/api/") and not {b"origin", b"sec-fetch-site"} & headers.keys():
         others = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-type"]

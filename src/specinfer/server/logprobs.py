@@ -118,22 +118,11 @@ def chat_logprobs(
 
 def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None], texts: TokenTexts) -> list[dict[str, Any] | None]:
     """Return vLLM's format: for each prompt token an object by token id."""
-    shown: list[dict[str, Any] | None] = []
-    for known in logprobs:
-        if known is None:
-            shown.append(None)
-            continue
-        shown.append(
-            {
-                str(t): {
-                    "logprob": _finite(p.logprob),
-                    "rank": p.rank,
-                    "decoded_token": texts.name(t),
-                }
-                for t, p in known.items()
-            }
-        )
-    return shown
+
+    def shown(token: int, found: Logprob) -> dict[str, Any]:
+        return {"logprob": _finite(found.logprob), "rank": found.rank, "decoded_token": texts.name(token)}
+
+    return [None if known is None else {str(t): shown(t, p) for t, p in known.items()} for known in logprobs]
 
 
 def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:

@@ -102,11 +102,7 @@ class OllamaFields(BaseModel):
     top_logprobs: Count | None = None
 
     def shared(self, request: Request) -> dict[str, Any]:
-        """Return what all requests have, as fields of the completion endpoints.
-
-        Raises:
-            ApiError: A field cannot be served.
-        """
+        """Return what all requests have, as fields of the completion endpoints."""
         extra = self.model_extra or {}
         for name, remedy in _REFUSED.items():
             if extra.get(name):
@@ -181,12 +177,7 @@ async def _answer(request: Request, fields: OllamaFields, asked: ChatFields | Co
 
 
 async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | CompletionFields, kind: str) -> ItemsResponse:
-    """Read a prompt or a conversation and queue it.
-
-    Raises:
-        RequestError: It cannot be served.
-        QueueFullError: The queue has no room for it.
-    """
+    """Read a prompt or a conversation and queue it."""
     engine = call.state.engine
 
     def read() -> ReadConversation:

@@ -34,9 +34,6 @@ def sampling_params(
     Args:
         defaults: Values that the model's makers recommend.
         shows_special_tokens: Keep special tokens in the text because it is parsed for them, whatever the request asks.
-
-    Raises:
-        RequestError: A value is out of range.
     """
     asked: dict[str, Any] = {name: getattr(fields, name) for name in _SAME}
     asked = dict(defaults) | {name: value for name, value in asked.items() if value is not None}
@@ -63,11 +60,7 @@ def sampling_params(
 
 
 def prediction_text(prediction: Prediction) -> str:
-    """Return the predicted text, which may be given whole or in parts.
-
-    Raises:
-        RequestError: The content is neither text nor a list of text parts.
-    """
+    """Return the predicted text, which may be given whole or in parts."""
     content = prediction.content
     if isinstance(content, str):
         return content
@@ -83,9 +76,6 @@ def truncated(ids: list[int], fields: SharedFields, max_model_len: int, max_toke
     """Return the tokens of a prompt that its limit keeps: the last ones, or the first.
 
     -1 keeps as many as leave capacity for `max_tokens` of output, or for one token if the context has fewer.
-
-    Raises:
-        RequestError: No tokens would be left.
     """
     limit = fields.prompt_limit
     if limit is None:

@@ -52,11 +52,9 @@ class Output(Protocol):
 
     def pieces(self, chunk: TextChunk) -> list[dict[str, Any]]:
         """Return the choices for events, each of which is one; none if there is nothing to send yet."""
-        ...
 
     def whole(self, chunk: TextChunk) -> dict[str, Any]:
         """Return the choice for a whole response, from the complete output."""
-        ...
 
 
 class PendingResponse(Protocol):
@@ -68,12 +66,10 @@ class PendingResponse(Protocol):
     @property
     def ignored(self) -> Sequence[str]:
         """Names of what was ignored when the prompt was read; the header of ignored fields has them, too."""
-        ...
 
     @property
     def names(self) -> Mapping[str, str]:
         """Patterns of the names of fields in OpenAI's endpoints, and the names in this API."""
-        ...
 
     @property
     def generations(self) -> Sequence[Generation]: ...
@@ -84,15 +80,12 @@ class PendingResponse(Protocol):
         Raises:
             ApiError: The request failed.
         """
-        ...
 
     def events(self, config: ServerConfig) -> AsyncGenerator[Event | None]:
         """Yield the response in pieces as they come, or None when nothing has come for a while."""
-        ...
 
     def close(self) -> None:
         """End what still runs for this request."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,23 +209,18 @@ class Items(Protocol):
 
     def wait(self) -> Sequence[Event]:
         """Return an event without content, for clients that give up on streams without events."""
-        ...
 
     def push(self, deltas: Sequence[OutputDelta], chunk: TextChunk) -> Sequence[Event]:
         """Add a chunk, which was parsed into these pieces of thoughts, text and calls."""
-        ...
 
     def finish(self, chunk: TextChunk) -> Sequence[Event]:
         """Complete the response after its last chunk."""
-        ...
 
     def fail(self, error: ApiError) -> Sequence[Event]:
         """End the response with an error."""
-        ...
 
     def whole(self) -> Event:
         """Return the complete response."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,9 +237,6 @@ def check_single(fields: SharedFields, refused: Mapping[str, str]) -> None:
 
     Args:
         refused: The remedies for further fields that this API has no place for.
-
-    Raises:
-        ApiError: A field is not supported there.
     """
     remedies = dict.fromkeys(_OF_CHOICES, USE_CHAT) | dict(refused)
     for name, remedy in remedies.items():
@@ -253,11 +250,7 @@ Fields = TypeVar("Fields", bound=SharedFields)
 
 
 def as_fields(kind: type[Fields], fields: Mapping[str, Any]) -> Fields:
-    """Return the fields of a request of another API as those of an endpoint.
-
-    Raises:
-        RequestValidationError: A value is wrong.
-    """
+    """Return the fields of a request of another API as those of an endpoint."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

@@ -62,12 +62,7 @@ async def find_response(response_id: str) -> Response:
 
 
 async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
-    """Read a request and queue it.
-
-    Raises:
-        RequestError: The request cannot be served.
-        QueueFullError: The queue has no room for it.
-    """
+    """Read a request and queue it."""
     read, calls = await _read(call, fields)
     try:
         (generation,) = await call.submit([(read.ids, read.params)], read.plan.reasoning)

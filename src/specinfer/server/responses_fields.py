@@ -75,11 +75,7 @@ class ResponsesFields(SharedFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> dict[str, str]:
-        """Check the fields and return the headers that the response gets because of them.
-
-        Raises:
-            ApiError: A field is not supported here.
-        """
+        """Check the fields and return the headers that the response gets because of them."""
         check_single(self, _REFUSED | {"top_logprobs": USE_CHAT})
         if self.truncation not in (None, "auto", "disabled"):
             raise ApiError(400, f"truncation: use auto or disabled, not {self.truncation!r:.60}", param="truncation")
@@ -94,11 +90,7 @@ class ResponsesFields(SharedFields):
 
     @property
     def format(self) -> dict[str, Any]:
-        """The "text.format" field, which is the requested format of the response's text.
-
-        Raises:
-            RequestError: The field is not an object.
-        """
+        """The "text.format" field, which is the requested format of the response's text."""
         asked = (self.text or {}).get("format")
         if asked is None:
             return {"type": "text"}

@@ -95,11 +95,7 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
 
 
 def _headers(asked: BaseModel, unread: Sequence[str] = ()) -> dict[str, str]:
-    """Return the header that names ignored fields and keywords of the template.
-
-    Raises:
-        ApiError: A field cannot be ignored.
-    """
+    """Return the header that names ignored fields and keywords of the template."""
     unknown = {name: value for name, value in (asked.model_extra or {}).items() if value is not None}
     if "chat_template" in unknown:
         raise unsupported("chat_template", REFUSED["chat_template"])
@@ -124,11 +120,7 @@ def _state(request: Request, model: str | None) -> ServerState:
 
 
 def _detokenized(state: ServerState, tokens: list[int]) -> str:
-    """Return the response as JSON.
-
-    Raises:
-        ApiError: A token is not in the vocabulary.
-    """
+    """Return the response as JSON."""
     size = state.engine.llm.target.loaded.vocab_size
     if wrong := [token for token in tokens if token >= size]:
         raise ApiError(

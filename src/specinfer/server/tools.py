@@ -62,11 +62,7 @@ class ToolPlan:
         return CustomInputs(parser, self.custom) if self.custom else parser
 
     def combined(self, asked: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return the constraints together with a requested format; with "auto" a response is a call or has it.
-
-        Raises:
-            RequestError: Calls of this model cannot be distinguished from a response of that format.
-        """
+        """Return the constraints together with a requested format; with "auto" a response is a call or has it."""
         if asked is None or self._grammar is None or self._grammar.must_call:
             return self.structured_outputs or asked
         return self._grammar.params(asked)
@@ -122,11 +118,7 @@ def left_out_tools(tools: Sequence[Any] | None, tool_choice: Any = None) -> list
 
 
 def tools_of_functions(functions: Sequence[Any] | None, function_call: Any) -> tuple[list[Any] | None, Any]:
-    """Return `functions` and `function_call`, the older fields, as `tools` and `tool_choice`.
-
-    Raises:
-        RequestError: A field has the wrong type.
-    """
+    """Return `functions` and `function_call`, the older fields, as `tools` and `tool_choice`."""
     if functions is not None and not isinstance(functions, Sequence):
         raise RequestError("functions: must be a list; or use tools")
     choice = function_call

@@ -41,12 +41,11 @@ def _with_one_system(messages: Sequence[Message]) -> list[Message]:
 def _plain(message: Message, needs_objects: bool) -> Message:
     plain = {key: value for key, value in message.items() if key not in THOUGHTS}
     if "tool_calls" in message and needs_objects:
-        plain["tool_calls"] = [call | {"function": _with_object(call["function"])} for call in message["tool_calls"]]
+        functions = [call["function"] for call in message["tool_calls"]]
+        objects = [one if isinstance(one["arguments"], Mapping) else one | {"arguments": {}} for one in functions]
+        pairs = zip(message["tool_calls"], objects, strict=True)
+        plain["tool_calls"] = [call | {"function": function} for call, function in pairs]
     return plain
-
-
-def _with_object(function: Message) -> Message:
-    return function if isinstance(function["arguments"], Mapping) else function | {"arguments": {}}
 
 
 def _with_single_calls(message: Message) -> list[Message]:

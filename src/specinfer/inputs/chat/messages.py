@@ -12,6 +12,7 @@ from typing import Any
 
 from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.blocks import NOT_SHOWN, is_unreadable, text_of
+from specinfer.inputs.formats.arguments import is_deep
 from specinfer.inputs.formats.calls import CallFormat
 from specinfer.inputs.formats.writing import written_calls
 
@@ -27,7 +28,6 @@ _PLACES_OF_THOUGHTS = ("thinking", "text", "reasoning", "content", "summary")  #
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of an answer's thoughts; the first one counts
 _READ = {"role", "content", "tool_calls", "function_call", "name", "tool_name", "refusal", "tool_call_id", *THOUGHTS}
 _OF_ANSWERS = {"annotations", "audio", "id", "phase", "status", "type"}  # fields of answers, which clients send back
-_MAX_DEPTH = 100
 _SHORT_ID = 9
 _TOLD = """You may call functions to help with the user's request. The functions, as JSON:
 
@@ -244,7 +244,7 @@ def _read_arguments(field: str, given: Any) -> dict[str, Any] | str:
             json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate may be in an escape
         except (ValueError, RecursionError):
             return given
-    if isinstance(found, Mapping) and _depth_of(found) <= _MAX_DEPTH:
+    if isinstance(found, Mapping) and not is_deep(found):
         return dict(found)
     if found is None:
         return {}
@@ -264,12 +264,3 @@ def _call_id(call_id: str, call_format: CallFormat) -> str:
     if not call_format.has_short_ids or is_short:
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:_SHORT_ID]
-
-
-def _depth_of(value: Any) -> int:
-    """Return how deeply JSON objects and lists are nested."""
-    depth, level = 0, [value]
-    while level := [inner for inner in level if isinstance(inner, (Mapping, list, tuple))]:
-        depth += 1
-        level = [one for inner in level for one in (inner.values() if isinstance(inner, Mapping) else inner)]
-    return depth

@@ -227,9 +227,6 @@ class ChatTemplate:
         """Return the text of the first form of a conversation that the template takes, with all texts that are wanted.
 
         If there is none, it is the first one that the template takes.
-
-        Raises:
-            RequestError: It takes no form.
         """
         rendered, refusal, last = list[str](), None, None
         for form in forms:

@@ -14,6 +14,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]", 
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n|.))", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "0": "\0", "a": "\a", "v": "\v"}
 _BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)(\s*:)')
+MAX_DEPTH = 100
 _TEXT_TYPES = ({"string"}, {"string", "null"})
 
 
@@ -74,6 +75,15 @@ def types_of(schema: Mapping[str, Any] | None) -> set[str]:
                 types_of(branch) if isinstance(branch, dict) and not branch.keys() & {"anyOf", "oneOf"} else {"any"}
             )
     return types
+
+
+def is_deep(value: Any) -> bool:
+    """Return whether JSON objects and lists are nested deeper than `MAX_DEPTH`."""
+    depth, level = 0, [value]
+    while depth <= MAX_DEPTH and (level := [one for one in level if isinstance(one, (Mapping, list, tuple))]):
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, Mapping) else one)]
+    return depth > MAX_DEPTH
 
 
 def _checked(text: str) -> str | None:

@@ -33,45 +33,34 @@ class CallGrammar:
     special_tokens: Mapping[str, SpecialToken]
 
     def params(self, answer: StructuredOutputsParams | None) -> StructuredOutputsParams:
-        """Return the grammar of calls and free text, or of calls and responses of another format.
-
-        Raises:
-            RequestError: Calls of this model cannot be distinguished from a response of that format.
-        """
+        """Return the grammar of calls and free text, or of calls and responses of another format."""
         style, literals = self.call_format, Literals({*self.call_format.texts, *TEXTS}, self.special_tokens)
         arguments = Arguments(literals)
-        if style.has_channels:
-            return self._with_channels(answer, literals, arguments)
-        rules = self._calls(literals, arguments)
-        named: dict[str, Any] = dict(arguments.named)
-        if self.must_call:
-            rules = ["start: calls", f"opening: {self._opening(literals)}", *rules]
-        elif answer is None:
-            rules = [*self._text(literals), *rules]
-        elif not style.follows_text:
+        if answer is not None and not (style.follows_text or style.has_channels):
             raise RequestError(
                 f"{answer.field}: this model's calls cannot be told from other JSON; leave it out, or the tools"
             )
+        if style.has_channels:
+            rules = self._with_channels("TEXT" if answer is None else "@answer", literals, arguments)
+        elif answer is None and not self.must_call:
+            rules = [*self._text(literals), *self._calls(literals, arguments)]
         else:
-            named["answer"] = answer
-            rules = ["start: calls | @answer", f"opening: {self._opening(literals)}", *rules]
-        return StructuredOutputsParams(grammar="\n".join(rules), schemas=named, field="tools")
+            start = "start: calls" if answer is None else "start: calls | @answer"
+            rules = [start, f"opening: {self._opening(literals)}", *self._calls(literals, arguments)]
+        named: dict[str, Any] = arguments.named | ({} if answer is None else {"answer": answer})
+        thinks = style.has_channels  # thoughts are a part of the grammar
+        return StructuredOutputsParams(
+            grammar="\n".join(rules), schemas=named, field="tools", enable_in_reasoning=thinks
+        )
 
-    def _with_channels(
-        self, answer: StructuredOutputsParams | None, literals: Literals, arguments: Arguments
-    ) -> StructuredOutputsParams:
-        """Return the grammar of a response whose messages have channels, thoughts among them."""
-        style = self.call_format
-        notation = style.call[-1]
+    def _with_channels(self, shown: str, literals: Literals, arguments: Arguments) -> list[str]:
+        """Return the rules for a response whose messages have channels, thoughts among them."""
+        notation = self.call_format.call[-1]
         assert isinstance(notation, JsonArguments)
         found = [arguments.rule(i, function, notation) for i, function in enumerate(self.functions)]
-        rules = [f"arguments_{i}: {rule}" for i, rule in enumerate(found)]
-        named: dict[str, Any] = dict(arguments.named)
-        if answer is not None:
-            named["answer"] = answer
-        shown = None if self.must_call else "TEXT" if answer is None else "@answer"
-        rules = [*channel_rules((function.name for function in self.functions), shown, literals), *rules, SPACE]
-        return StructuredOutputsParams(grammar="\n".join(rules), schemas=named, field="tools", enable_in_reasoning=True)
+        names = (function.name for function in self.functions)
+        rules = channel_rules(names, None if self.must_call else shown, literals)
+        return [*rules, *(f"arguments_{i}: {rule}" for i, rule in enumerate(found)), SPACE]
 
     def _calls(self, literals: Literals, arguments: Arguments) -> list[str]:
         """Return the rules for one call or several, after the text that marks their beginning."""
