@@ -264,6 +264,10 @@ def test_parts_of_a_field_that_are_ignored_are_named() -> None:
 def test_names_of_ignored_fields_cannot_break_a_header() -> None:
     headers = fields_of(**{"a\r\nSet-Cookie: b": 1, "\u20ac": 1, "x" * 9999: 1}).check()
     assert headers[IGNORED_HEADER] == "x" * 64 + ", ?"
+    # HTTP servers refuse a header that begins or ends with a space.
+    spaced = ["", "   ", " first", "y" * 63 + " y", "last ", " "]
+    assert with_ignored({}, spaced) == {IGNORED_HEADER: "first, " + "y" * 63 + ", last"}
+    assert with_ignored({}, ["", " "]) == {}
 
 
 def test_fields_that_do_not_go_together() -> None:

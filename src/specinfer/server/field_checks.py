@@ -70,7 +70,8 @@ def as_number(given: Any) -> Any:
 
 def with_ignored(headers: Mapping[str, str], ignored: Iterable[str]) -> dict[str, str]:
     """Return headers that also name what was ignored. The log has each name once."""
-    names = [name[:64].encode("ascii", "replace").decode() for name in ignored if name.isprintable()]
+    short = (name[:64].encode("ascii", "replace").decode().strip() for name in ignored if name.isprintable())
+    names = list(filter(None, short))
     fresh = [name for name in dict.fromkeys(names) if name not in _logged][: _MAX_LOGGED - len(_logged)]
     if fresh:
         _logged.update(fresh)
