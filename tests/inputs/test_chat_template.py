@@ -88,6 +88,13 @@ def test_parts_are_one_text_and_roles_are_the_templates_own() -> None:
     assert "assistant\nNo.<|im_end|>" in _text(READERS["plain"], refused)
 
 
+def test_a_system_text_that_is_a_part_of_another_is_not_taken_for_written() -> None:
+    users = "{% for message in messages if message.role == 'user' %}-{{ message.content }}{% endfor %}"
+    one_only = _reader("{{ messages[0].content }}" + users)
+    messages = [{"role": "system", "content": "Be brief."}, USER, {"role": "system", "content": "Be"}]
+    assert _text(one_only, messages) == f"Be brief.\n\nBe-{USER['content']}"
+
+
 # ----------------------------------------------------------------------------------- control tokens
 
 

@@ -238,7 +238,7 @@ class ChatTemplate:
             except RequestError as error:
                 refusal = refusal or error
             else:
-                if all(text in rendered[-1] for text in wanted):
+                if _has_in_order(rendered[-1], wanted):
                     return rendered[-1]
         if not rendered:
             assert refusal is not None
@@ -278,6 +278,17 @@ def _breaks_for(texts: Sequence[str]) -> tuple[str, str]:
         return next(unused), next(unused)
     except StopIteration:
         raise RequestError("messages: hold every character of Unicode's private use; leave some out") from None
+
+
+def _has_in_order(text: str, wanted: Sequence[str]) -> bool:
+    """Return whether texts are in another one, each after the one before it; all together it is read once."""
+    at = 0
+    for one in wanted:
+        at = text.find(one, at)
+        if at < 0:
+            return False
+        at += len(one)
+    return True
 
 
 def _texts(value: Any) -> Iterator[str]:
