@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -224,6 +225,28 @@ def test_python_is_converted_and_not_evaluated(call_format: CallFormat) -> None:
         content, _, calls, _ = _read(OutputParser(call_format), [f"{before}{wrong}{after}"])
         assert not calls
         assert wrong in content or not content
+
+
+@pytest.mark.parametrize("name", ["olmo3", "gemma4", "lfm2", "functiongemma"])
+def test_a_call_after_one_whose_arguments_cannot_be_read_is_read(name: str) -> None:
+    call = written_calls(CALL_FORMATS[name], [("f", {"x": 1})])
+    wrong = call.replace("1", "1 + 1")
+    content, _, calls, _ = _read(OutputParser(CALL_FORMATS[name]), [wrong + call])
+    assert content == wrong
+    assert _json(calls) == [("f", {"x": 1})]
+
+
+@pytest.mark.parametrize("name", ["olmo3", "gemma4", "functiongemma"])
+def test_arguments_that_cannot_be_read_take_time_in_proportion_to_their_length(name: str) -> None:
+    before, after = written_calls(CALL_FORMATS[name], [("f", {"x": 1})]).split("x", 1)
+    closing = next(one for one in after if one in ")}")
+    nested = before * 4000 + closing * 4000 + "."
+    words = f"{before}{'x' * 50_000} {'x' * 50_000}{after}"
+    began = time.process_time()
+    for text in (nested, words):
+        content, _, calls, _ = _read(OutputParser(CALL_FORMATS[name]), [text])
+        assert (content, calls) == (text, [])
+    assert time.process_time() - began < 4
 
 
 def test_messages_of_gpt_oss_are_read_by_their_channels() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _PYTHON = re.compile(
-    r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<key>[A-Za-z_]\w*)\s*=|(?P<word>\b(?:True|False|None)\b)"""
+    r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<key>\b[A-Za-z_]\w*)\s*=|(?P<word>\b(?:True|False|None)\b)"""
     r"""|(?P<open>\()|(?P<close>\))|(?P<comma>,(?=\s*[\])}]))""",
     re.DOTALL,
 )

@@ -24,6 +24,7 @@ from specinfer.inputs.formats.scanner import Lines, Reading, Scanner
 
 _IN_JSON = re.compile(r'["\\{}\[\]]')  # the characters that determine where a JSON value ends
 _IN_PYTHON = re.compile(r"""["'\\(){}\[\]]""")
+_MAX_UNREADABLE = 16  # of a response: what is within arguments that cannot be read is read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class CallReader:
     ) -> None:
         self._scanner, self.functions, self._send_delta = scanner, functions, send
         self._name = self._number = ""
+        self._num_unreadable = 0
         self.num_calls = 0
         self.is_in_call = False
 
@@ -190,6 +192,8 @@ class CallReader:
     def _read_converted(self, part: KeywordArguments | BracedArguments) -> Reading[str | None]:
         """Read arguments that become JSON as a whole; None if they are no arguments."""
         scanner, pieces = self._scanner, list[str]()
+        if self._num_unreadable >= _MAX_UNREADABLE:
+            return None
         quotes: tuple[str, ...] = ('"', "'") if isinstance(part, KeywordArguments) else (part.quote,)
         is_python = isinstance(part, KeywordArguments)
         structure = _IN_PYTHON if is_python else re.compile(rf"{re.escape(quotes[0])}|[{{}}\[\]]")
@@ -200,7 +204,9 @@ class CallReader:
         scanner.record(text)
         if not is_whole:
             return None
-        return json_of_keywords(text[:-1]) if is_python else json_of_braces("{" + text, quotes[0])
+        made = json_of_keywords(text[:-1]) if is_python else json_of_braces("{" + text, quotes[0])
+        self._num_unreadable += made is None
+        return made
 
     def _read_tagged(self, tags: TaggedArguments) -> Reading[bool]:
         """Read and send arguments in tags; return whether they have ended."""
