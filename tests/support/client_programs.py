@@ -105,7 +105,8 @@ def workplace(
     project.mkdir(parents=True)
     (project / "notes.txt").write_text(f"Remember to buy: {SECRET}\n")
     template = TEMPLATES["thinking" if thinks else "hermes"]
-    with scripted(turns(project), template=template, **options) as llm, recorded(llm) as (url, exchanges):
+    target = scripted(turns(project), template=template, **({"drafters": ["ngram"]} | options))
+    with target as llm, recorded(llm) as (url, exchanges):
         place = Workplace(name, home, url, exchanges, llm.script)
         yield place
         assert not [(one.path, one.status, one.answer[:300]) for one in exchanges if one.status >= 500]
