@@ -58,12 +58,7 @@ class CountFields(BaseModel):
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
 
     def as_chat(self, conversation: Conversation, reader: PromptReader) -> ChatFields:
-        """Return the request as one for a chat completion, whose messages are also in `conversation`.
-
-        Raises:
-            RequestError: A part of the request is of a kind that is not served; the message names it.
-            RequestValidationError: A field of chat completions has a wrong value.
-        """
+        """Return the request as one for a chat completion, whose messages are also in `conversation`."""
         extra = self.model_extra or {}
         add_messages(conversation, self.system, self.messages)
         same = self.model_dump(include=set(type(self).model_fields) & _SAME, exclude_none=True)

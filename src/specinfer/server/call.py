@@ -44,12 +44,7 @@ class Call:
 
     @classmethod
     def of(cls, request: Request, fields: SharedFields) -> "Call":
-        """Check everything that does not depend on the prompt.
-
-        Raises:
-            ApiError: The model is not served here.
-            RequestError: The request id or the tree cannot be used.
-        """
+        """Check everything that does not depend on the prompt."""
         state = state_of(request)
         state.check_model(fields.model)
         state.engine.check_seats(1, tenant_of(request))

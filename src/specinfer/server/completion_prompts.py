@@ -36,11 +36,7 @@ class ReadPrompt:
 
 
 def as_prompts(given: Any) -> Sequence[str | list[int]]:
-    """Return the "prompt" field as a list of prompts.
-
-    Raises:
-        RequestError: The field is neither a prompt nor a list of prompts.
-    """
+    """Return the "prompt" field as a list of prompts."""
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:

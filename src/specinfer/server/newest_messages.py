@@ -11,11 +11,7 @@ _ROOM = 8  # a conversation that was shortened leaves an eighth of the context f
 
 
 def read_newest(llm: LLM, fields: ChatFields) -> ReadConversation:
-    """Read a conversation, without its oldest messages if it is too long; system messages and the last one stay.
-
-    Raises:
-        RequestError: The conversation cannot be served, or the last message alone is too long.
-    """
+    """Read a conversation, without its oldest messages if it is too long; system messages and the last one stay."""
     try:
         read = read_conversation(llm, fields)
         if len(read.ids) < llm.max_model_len:

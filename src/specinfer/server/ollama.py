@@ -194,11 +194,7 @@ async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | Completio
 
 
 def served_name(request: Request, name: str | None) -> str | None:
-    """Return the name without the tag that Ollama's clients add to names that have none.
-
-    Raises:
-        ApiError: The model is not served here.
-    """
+    """Return the name without the tag that Ollama's clients add to names that have none."""
     state = state_of(request)
     if name is not None and name not in state.model_names:
         name = name.removesuffix(":latest")

@@ -134,11 +134,7 @@ class SharedFields(BaseModel):
     trace: bool | None = None
 
     def check(self) -> dict[str, str]:
-        """Check the fields and return the headers that the response gets because of them.
-
-        Raises:
-            ApiError: A field is not supported, or needs another field that is missing.
-        """
+        """Check the fields and return the headers that the response gets because of them."""
         unknown = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         for name, value in unknown.items():
             if name in REFUSED and value not in (False, [], ""):

@@ -22,9 +22,6 @@ def structured_outputs_of(
 
     Args:
         field: Name of the format's field in messages.
-
-    Raises:
-        RequestError: The format cannot be served, or there are two; the message names the field.
     """
     of_format, of_field = _of_response_format(field, response_format), _of_structured_outputs(structured_outputs)
     if of_format is not None and of_field is not None:

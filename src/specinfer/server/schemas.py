@@ -25,7 +25,9 @@ def read_schema(field: str, schema: object) -> dict[str, Any]:
     for _ in range(_MAX_DEPTH):
         below: list[Any] = []
         for node in level:
-            _check_node(field, node)
+            for name in _BRANCHES if isinstance(node, dict) else ():
+                if isinstance(node.get(name), list) and len(node[name]) > _MAX_CHOICES:
+                    raise RequestError(f"{field}: {name} has {len(node[name])} entries; use at most {_MAX_CHOICES}")
             below += node.values() if isinstance(node, dict) else node
         num_nodes += len(below)
         if num_nodes > _MAX_NODES:
@@ -48,11 +50,3 @@ def lenient(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema from which a grammar leaves out what it cannot enforce; it is refused otherwise."""
     options = schema.get("x-guidance")
     return schema | {"x-guidance": (options if isinstance(options, dict) else {}) | {"lenient": True}}
-
-
-def _check_node(field: str, node: dict[str, Any] | list[Any]) -> None:
-    if not isinstance(node, dict):
-        return
-    for name in _BRANCHES:
-        if isinstance(node.get(name), list) and len(node[name]) > _MAX_CHOICES:
-            raise RequestError(f"{field}: {name} has {len(node[name])} entries; use at most {_MAX_CHOICES}")

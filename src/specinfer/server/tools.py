@@ -83,9 +83,6 @@ def plan_tools(
     Args:
         call_format: The model's `PromptReader.call_format`.
         special_tokens: The model's `PromptReader.special_tokens`. A grammar matches them as tokens, not as text.
-
-    Raises:
-        RequestError: A tool or the choice cannot be served; the message names it.
     """
     tokens = special_tokens or {}
     if not tools:
@@ -119,8 +116,6 @@ def left_out_tools(tools: Sequence[Any] | None, tool_choice: Any = None) -> list
 
 def tools_of_functions(functions: Sequence[Any] | None, function_call: Any) -> tuple[list[Any] | None, Any]:
     """Return `functions` and `function_call`, the older fields, as `tools` and `tool_choice`."""
-    if functions is not None and not isinstance(functions, Sequence):
-        raise RequestError("functions: must be a list; or use tools")
     choice = function_call
     if isinstance(function_call, Mapping):
         choice = {"type": "function", "function": function_call}

@@ -84,11 +84,7 @@ class RouterState:
 
     @property
     def replica_set(self) -> ReplicaSet:
-        """The replicas.
-
-        Raises:
-            ApiError: No replica has loaded its model yet.
-        """
+        """The replicas."""
         if self._replica_set is None:
             raise loading()
         return self._replica_set
