@@ -79,7 +79,7 @@ class Prediction(BaseModel):
 
 
 class SharedFields(BaseModel):
-    """The fields that both endpoints have."""
+    """The fields that all endpoints for text have."""
 
     model_config = _STRICT
     prompt_field: ClassVar[str] = "prompt"  # the field that a prompt which is too long came from

@@ -1,1 +1,1 @@
-"""Conversations: clients' messages, the chat template, control tokens, and models' formats of tool calls."""
+"""Conversations: clients' messages, the chat template, and control tokens in clients' texts."""

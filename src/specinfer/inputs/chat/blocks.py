@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 NOT_SHOWN = "[{}: not shown, this model reads text only]"
-# Fields that are not for the model, and fields whose name need not stand before their text.
+# Fields that are not shown to the model, and fields whose text is shown without their name.
 _HIDDEN = {"cache_control", "caller", "citations", "id", "is_error", "media_type", "signature", "tool_use_id", "type"}
 _PLAIN = {"content", "context", "data", "source", "text", "title", "tool_name"}
 _MEDIA = re.compile(r"(input_)?(image|audio|video|file|prompt_embeds)(_|$)")

@@ -29,7 +29,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of an answer'
 _READ = {"role", "content", "tool_calls", "function_call", "name", "tool_name", "refusal", "tool_call_id", *THOUGHTS}
 _OF_ANSWERS = {"annotations", "audio", "id", "phase", "status", "type"}  # fields of answers, which clients send back
 _SHORT_ID = 9
-_TOLD = """You may call functions to help with the user's request. The functions, as JSON:
+_INSTRUCTIONS = """You may call functions to help with the user's request. The functions, as JSON:
 
 <tools>
 {tools}
@@ -94,7 +94,7 @@ def add_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | 
     ]
     if not tools:
         return result
-    text = _TOLD.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    text = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     first = result[0]
     if first["role"] == "system":
         result[0] = first | {"content": f"{first['content']}\n\n{text}".lstrip()}

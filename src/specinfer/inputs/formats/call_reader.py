@@ -94,7 +94,7 @@ class CallReader:
         return True
 
     def _sees_call(self, style: CallFormat) -> Reading[bool]:
-        """Return whether another call of a group is next, where nothing is between two calls."""
+        """Return whether another call of a group is next, in a format without text between calls."""
         first = style.call[0]
         if isinstance(first, str):
             return (yield from self._scanner.sees(first))
@@ -115,7 +115,7 @@ class CallReader:
             self._send_delta(OutputDelta(index=self.num_calls - 1, arguments=text))
 
     def _stray(self) -> None:
-        """Leave text that is not what the format has after a call; markup that was cut off is dropped."""
+        """Put back text that the format does not have after a call; drop markup that was cut off."""
         if self._scanner.is_cut:
             self._scanner.drop()
         else:

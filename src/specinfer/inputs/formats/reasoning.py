@@ -50,11 +50,11 @@ _FORMATS = {
     "apriel": _tags("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 }
 # Names of vLLM's `--reasoning-parser` for formats that differ in nothing here.
-_OF_THINK = (
+_NAMES_OF_THINK = (
     "deepseek_r1", "deepseek_v3", "deepseek_v4", "ernie45", "exaone4", "glm45", "glm47", "holo2", "hunyuan_a13b",
     "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "qwen3", "step3", "step3p5",
 )  # fmt: skip
-REASONING_FORMATS = _FORMATS | dict.fromkeys(_OF_THINK, THINK)
+REASONING_FORMATS = _FORMATS | dict.fromkeys(_NAMES_OF_THINK, THINK)
 
 
 def find_reasoning(template: str | None) -> ReasoningFormat | None:

@@ -1,6 +1,6 @@
 """A reader of text that comes in pieces.
 
-Each method that reads is a generator, which yields where it needs more text. Texts are taken after whitespace.
+Each method that reads is a generator, which yields where it needs more text. Whitespace before a text is skipped.
 """
 
 import json
