@@ -294,8 +294,9 @@ def test_a_length_that_nobody_asked_for_ends_with_the_context(target: str, tmp_p
     assert 0 < len(in_json["token_ids"]) < 128
     assert run("complete", target, "-q", text, *words).stdout == in_json["text"] + "\n"
     streamed = run("generate", target, text, *words, env=TERMINAL).stdout
-    assert ANSI.sub("", streamed) == run("generate", target, text, *words).stdout == in_json["text"] + "\n"
-    assert "--max-tokens" in refusal("generate", target, text, *words, "--max-tokens", "128")
+    streamed_without_styles = ANSI.sub("", streamed)
+    assert streamed_without_styles == run("generate", target, text, *words).stdout == in_json["text"] + "\n"
+    assert run("generate", target, text, *words, "--max-tokens", "128").stdout == streamed_without_styles
 
 
 @pytest.mark.parametrize(
@@ -305,15 +306,12 @@ def test_a_length_that_nobody_asked_for_ends_with_the_context(target: str, tmp_p
         (("--temperature", "nan"), "temperature"),
         (("--max-tokens", "few"), "--max-tokens"),
         (("--max-tokens", "0"), "--max-tokens"),
-        (("--max-tokens", "9999"), "--max-tokens"),
         (("--n", "0"), "n must be"),
-        (("--stop", ""), "stop"),
         (("--stop-token-ids", "1,x"), "--stop-token-ids"),
         (("--stop-token-ids", "999"), "--stop-token-ids"),
         (("--logit-bias", "[1]"), "--logit-bias"),
         (("--logit-bias", '{"5": 1000}'), "--logit-bias"),
         (("--logit-bias", "{"), "--logit-bias"),
-        (("--bad-words", ""), "--bad-words"),
         (("--allowed-token-ids", "x"), "--allowed-token-ids"),
         (("--allowed-token-ids", ""), "--allowed-token-ids"),
         (("--json-schema", "{"), "json"),
@@ -542,11 +540,11 @@ def test_complete_answers_each_line(target: str) -> None:
     first, second = [record["text"] for record in records(target, "the", "and", *GREEDY)]
     assert run("complete", target, *GREEDY, stdin="the\n\nand\n").stdout == f"{first}\n{second}\n"
     assert run("complete", target, "-q", "the", *GREEDY).stdout == first + "\n"
-    long = "q" * 250
+    long = "q" * 260
     mixed = run("complete", target, *GREEDY, stdin=f"{long}\nthe\n", code=1)
     assert mixed.stdout.endswith(first + "\n")
-    assert "max_tokens" in mixed.stderr
-    assert "--max-tokens" in refusal("complete", target, "-q", long, *GREEDY)
+    assert "context length" in mixed.stderr
+    assert "context length" in refusal("complete", target, "-q", long, *GREEDY)
 
 
 def test_chat_keeps_its_history(chat_model: str) -> None:

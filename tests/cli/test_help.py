@@ -60,7 +60,7 @@ def refusal(*words: str, env: dict[str, str] | None = None) -> str:
         (("--offload-folder", "x"), "--offload-folder: it is for targets that are streamed; set --offload disk too"),
         (("--json-schema", "/nowhere.json"), "--json-schema: no such file"),
         (("--json-schema", "5"), "--json-schema must be a JSON schema"),
-        (("--json-schema", '{"type": "text"}'), "--json-schema: cannot be read"),
+        (("--json-schema", '{"type": "text"}'), "--json-schema: type: 'text' is none of string, "),
         (("--regex", "(a"), "--regex: cannot be read"),
         (
             ("--json-object", "--regex", "a"),

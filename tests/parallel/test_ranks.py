@@ -45,9 +45,9 @@ def _say(llm: LLM, params: Sequence[SamplingParams] = _PARAMS) -> list[list[int]
 
 
 def _tokens_in_a_pass(llm: LLM) -> float:
-    """Mean number of tokens that a pass adds to a request."""
-    metrics = llm.engine.metrics
-    return metrics.num_generated / sum(step.num_requests for step in metrics.recent)
+    """Mean number of tokens that a pass without prompts adds to a request: in which parts prompts are read may differ."""
+    steps = [step for step in llm.engine.metrics.recent if step.num_rows == step.num_requests + step.num_guessed]
+    return sum(step.num_generated for step in steps) / sum(step.num_requests for step in steps)
 
 
 def _folder(place: Path, family: str, **changes: Any) -> str:
