@@ -45,7 +45,7 @@ def _say(llm: LLM, params: Sequence[SamplingParams] = _PARAMS) -> list[list[int]
 
 
 def _tokens_in_a_pass(llm: LLM) -> float:
-    """Mean number of tokens that a pass without prompts adds to a request: in which parts prompts are read may differ."""
+    """Mean number of tokens that a pass without prompts adds to a request; prompts may be read in other parts."""
     steps = [step for step in llm.engine.metrics.recent if step.num_rows == step.num_requests + step.num_guessed]
     return sum(step.num_generated for step in steps) / sum(step.num_requests for step in steps)
 
