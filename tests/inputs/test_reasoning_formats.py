@@ -122,6 +122,16 @@ def test_a_users_text_opens_no_thought() -> None:
     assert not found.is_open
 
 
+def test_a_mark_in_an_earlier_message_opens_no_thought() -> None:
+    for text in ("Write <think> first.", "<think>", "<think>\nHm."):
+        for role in ("system", "user", "assistant"):
+            prompt = f"<|im_start|>{role}\n{text}<|im_end|>\n<|im_start|>assistant\n"
+            for more, is_open in (("", False), ("<think>\n", True), ("<think>I am", True), ("Well,", False)):
+                found = _found(_MAY, prompt + more)
+                assert found is not None
+                assert found.is_open is is_open
+
+
 def test_the_tokens_that_end_a_thought_write_its_mark() -> None:
     for name, found in REASONING_FORMATS.items():
         tokenizer = make_talker(_START)

@@ -1,6 +1,7 @@
 """The formats of one model's thoughts and tool calls, by its chat template and its tokenizer, or by the operator."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 from specinfer.core.config import AUTO, NONE
@@ -60,12 +61,17 @@ class OutputFormats:
             return None
         if tail.endswith(found.start):
             return True
-        start, end = (self._tokenizer.convert_tokens_to_ids(text) for text in (found.start, found.end))
+        start = self._tokenizer.convert_tokens_to_ids(found.start)
         if start is None or start == self._tokenizer.unk_token_id:
             return False
-        # The last message goes on, and its thought may have begun.
-        backwards = list(reversed(ids))
-        return start in backwards and (end not in backwards or backwards.index(start) < backwards.index(end))
+        # The last message goes on, and its thought may have begun: after it, no message and no thought has ended.
+        return bool(next((one for one in reversed(ids) if one == start or one in self._marks), None) == start)
+
+    @cached_property
+    def _marks(self) -> frozenset[int]:
+        """The tokens added to the vocabulary, of which some are between messages, without those for whitespace."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return frozenset(i for i, token in added.items() if not token.content.isspace())
 
     def _find_calls(self, template: str | None) -> CallFormat:
         def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
