@@ -157,8 +157,10 @@ class ChatTemplate:
         names = frozenset(value for _, kind, value in tokens if kind == "name")
         quoted = {value[1:-1] for _, kind, value in tokens if kind == "string"}
         normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
+        thought = self.formats.reasoning_format(text)  # templates may write only one of its marks, or none
+        marks = "" if thought is None else f"\0{thought.start}\0{thought.end}"
         control = ControlTokens(
-            self._added_tokens.values(), literals, None if normalizer is None else normalizer.normalize_str
+            self._added_tokens.values(), literals + marks, None if normalizer is None else normalizer.normalize_str
         )
         return _Code(names, literals, control, tuple(name for name in THOUGHTS if name in names | quoted))
 
