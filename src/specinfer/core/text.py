@@ -78,7 +78,7 @@ class TextBuffer:
         if self._answer is None:
             is_decided = self._thought is None or self._thought.phase is not Phase.UNDECIDED
             return self.text if is_decided or not self._stop else ""
-        num_held_back = max((_overlap(self.text, stop) for stop in self._stop), default=0)
+        num_held_back = max((overlap(self.text, stop) for stop in self._stop), default=0)
         return self.text[: max(len(self.text) - num_held_back, self._answer)]
 
     def _find_answer(self, before: int) -> int:
@@ -108,7 +108,7 @@ class TextBuffer:
         return stop
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest proper prefix of a stop string that the text ends with."""
     # Jump between the places where it could begin, because a caller may send many long stop strings.
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -131,7 +131,7 @@ ENGINE: Mapping[str, VllmName] = {
     ),
     **_ignored(_CONSTRAINTS, "guided_decoding_backend structured_outputs_config", "guided_decoding_disable_fallback"),
     **_ignored("tools that a request has may always be called", "", "enable_auto_tool_choice"),
-    **_ignored("thoughts are told from answers; see reasoning_parser", "", "enable_reasoning"),
+    **_ignored("thoughts are separated from answers; see reasoning_parser", "", "enable_reasoning"),
     **_ignored("a request may ask for 100 at most", "max_logprobs"),
     **_ignored("for specinfer serve", "served_model_name shutdown_timeout stream_interval"),
     **_ignored(_PLUGINS, "additional_config", "fail_on_environ_validation"),

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from specinfer.core.reasoning import Reasoning
+from specinfer.core.text import overlap
 from specinfer.inputs.formats.call_reader import CallReader, OutputDelta
 from specinfer.inputs.formats.calls import CallFormat
 from specinfer.inputs.formats.harmony import read_channels
-from specinfer.inputs.formats.scanner import SPACES, Reading, Scanner, Trimmed, overlap
+from specinfer.inputs.formats.scanner import SPACES, Reading, Scanner, Trimmed
 
 __all__ = ["OutputDelta", "OutputParser"]
 _PART = 1 << 12  # characters that are added at once: what is pending is copied whenever some of it is read
@@ -160,9 +161,9 @@ class OutputParser:
 
     def _begun(self, others: set[str]) -> int:
         """Return the length of the last line's text if it may be the beginning of one of the other texts."""
-        before, _, line = self._scanner.pending.rpartition("\n")
-        begun = line.lstrip(" \t")
-        is_start = before or len(line) < len(self._scanner.pending) or self._is_blank_line
+        pending = self._scanner.pending
+        begun = pending.rpartition("\n")[2].lstrip(" \t")
+        is_start = "\n" in pending or self._is_blank_line
         return len(begun) if is_start and begun and any(other.startswith(begun) for other in others) else 0
 
     # ----------------------------------------------------------------------------------- deltas
@@ -173,9 +174,8 @@ class OutputParser:
         self._send(text)
 
     def _send(self, text: str) -> None:
-        before, _, line = text.rpartition("\n")
-        is_same_line = not before and len(line) == len(text)
-        self._is_blank_line = not line.strip(SPACES) and (self._is_blank_line or not is_same_line)
+        line = text.rpartition("\n")[2]
+        self._is_blank_line = not line.strip(SPACES) and (self._is_blank_line or "\n" in text)
         if body := self._content.push(text):
             self._deltas.append(OutputDelta(body))
 

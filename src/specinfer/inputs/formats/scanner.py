@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeAlias, TypeVar
 
+from specinfer.core.text import overlap
+
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
 
@@ -177,14 +179,6 @@ class Scanner:
         text, self.pending = self.pending[:length], self.pending[length:]
         self._taken.append(text)
         return text
-
-
-def overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of another one."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
 
 
 class Trimmed:
