@@ -30,10 +30,10 @@ class Generation:
         return self.job.requests
 
     @property
-    def left_out(self) -> Sequence[str]:
+    def ignored(self) -> Sequence[str]:
         """Fields of the constraint on its outputs that no grammar can enforce, and that are left to the model."""
         grammar = self.requests[0].grammar
-        return () if grammar is None else grammar.left_out
+        return () if grammar is None else grammar.ignored
 
     @property
     def has_ended(self) -> bool:

@@ -245,7 +245,7 @@ def test_objects_are_closed_unless_their_schema_says_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("schema", "left_out", "fits", "fails"),
+    ("schema", "ignored", "fits", "fails"),
     [
         ({"type": "string", "pattern": "^(?!x).*$"}, "pattern", ['"ab"'], ["1"]),
         ({"type": "string", "pattern": r"(a)\1", "maxLength": 2}, "pattern", ['"bc"'], ['"abc"']),
@@ -270,12 +270,12 @@ def test_objects_are_closed_unless_their_schema_says_otherwise(
     ],
 )  # fmt: skip
 def test_the_smallest_part_is_left_to_the_model_or_refused_by_name(
-    schema: dict[str, Any], left_out: str, fits: list[str], fails: list[str]
+    schema: dict[str, Any], ignored: str, fits: list[str], fails: list[str]
 ) -> None:
     for wrap, text in ((lambda schema: schema, "{}"), (lambda schema: _object(p=schema, q=NUMBER), '{{"p":{},"q":1}}')):
-        place = left_out if text == "{}" else f"properties.p.{left_out}"
+        place = ignored if text == "{}" else f"properties.p.{ignored}"
         grammar = _compile(wrap(schema) | LENIENT)
-        assert grammar.left_out == [f"f.{place}"]
+        assert grammar.ignored == [f"f.{place}"]
         assert all(_fits(grammar, text.format(each)) for each in fits)
         assert not any(_fits(grammar, text.format(each)) for each in fails)
         with pytest.raises(RequestError) as refused:
@@ -312,7 +312,7 @@ def test_null_is_as_missing_and_harmless_words_are_ignored_even_if_strict(
     schema: dict[str, Any], fits: list[str], fails: list[str]
 ) -> None:
     grammar = _compile(schema)
-    assert grammar.left_out == []
+    assert grammar.ignored == []
     assert all(_fits(grammar, text) for text in fits)
     assert not any(_fits(grammar, text) for text in fails)
 
@@ -320,7 +320,7 @@ def test_null_is_as_missing_and_harmless_words_are_ignored_even_if_strict(
 def test_a_schema_that_does_not_compile_is_left_to_the_model_but_for_its_type() -> None:
     impossible = _object(a={"type": "string", "minLength": 3, "maxLength": 2})
     grammar = _compile(impossible | LENIENT)
-    assert (grammar.left_out, _fits(grammar, '{"b":1}'), _fits(grammar, "[]")) == (["f"], True, False)
+    assert (grammar.ignored, _fits(grammar, '{"b":1}'), _fits(grammar, "[]")) == (["f"], True, False)
     with pytest.raises(RequestError, match="f: json: cannot be read, mend it: "):
         _compile(impossible)
 
@@ -329,7 +329,7 @@ def test_one_schema_of_a_grammar_does_not_change_the_others() -> None:
     good, bad = _object(a=NUMBER), {"type": "array", "minItems": 2, "maxItems": 1} | LENIENT
     named = {"good": good, "bad": StructuredOutputsParams(json=bad, field="tools[1]")}
     grammar = COMPILER.compile(StructuredOutputsParams(grammar="start: @good @bad", schemas=named, field="tools"))
-    assert grammar.left_out == ["tools[1]"]
+    assert grammar.ignored == ["tools[1]"]
     assert _fits(grammar, '{"a":1}[1,2,3]')
     assert not _fits(grammar, '{"b":1}[]')
 
@@ -339,7 +339,7 @@ def test_a_lenient_schema_that_takes_too_long_is_left_to_the_model_but_for_its_t
     bomb = {"allOf": [{"type": "string", "pattern": f"a{{{i},}}.*b"} for i in range(1, 23)], "type": "string"}
     try:
         grammar = compiler.compile(StructuredOutputsParams(json=bomb | LENIENT, field="f"))
-        assert (list(grammar.left_out), _fits(grammar, '"c"'), _fits(grammar, "1")) == (["f"], True, False)
+        assert (list(grammar.ignored), _fits(grammar, '"c"'), _fits(grammar, "1")) == (["f"], True, False)
         with pytest.raises(RequestError, match="f: json: takes more than"):
             compiler.compile(StructuredOutputsParams(json=bomb, field="f"))
     finally:

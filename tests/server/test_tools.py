@@ -30,7 +30,7 @@ from specinfer.inputs.formats.parser import OutputParser
 from specinfer.inputs.formats.writing import written_calls
 from specinfer.inputs.prompts import PromptReader
 from specinfer.server.json_body import read_generated
-from specinfer.server.tools import ToolPlan, left_out_tools, plan_tools, tools_of_functions
+from specinfer.server.tools import ToolPlan, ignored_tools, plan_tools, tools_of_functions
 from talking import BARE, PLAIN, make_talker, save_talker
 from talking import HERMES as HERMES_TEMPLATE
 from talking import LLAMA as LLAMA_TEMPLATE
@@ -384,18 +384,18 @@ def test_keys_that_are_not_known_and_missing_values_are_ignored() -> None:
 def test_tools_that_a_service_runs_are_left_out_and_named() -> None:
     hosted: list[Any] = [{"type": "web_search"}, {"type": "mcp", "server_label": "x"}, {"type": "web_search"}]
     assert plan_tools([*hosted, *TOOLS]) == plan_tools(TOOLS)
-    assert left_out_tools([*hosted, *TOOLS], "required") == ["tools.web_search", "tools.mcp"]
-    assert left_out_tools(TOOLS, {"type": "web_search"}) == ["tool_choice"]
+    assert ignored_tools([*hosted, *TOOLS], "required") == ["tools.web_search", "tools.mcp"]
+    assert ignored_tools(TOOLS, {"type": "web_search"}) == ["tool_choice"]
     assert plan_tools(TOOLS, {"type": "web_search"}) == plan_tools(TOOLS)
     for choice in ("required", {"type": "file_search"}, "any"):
         assert plan_tools(hosted, choice) == ToolPlan()
-        assert left_out_tools(hosted, choice) == ["tools.web_search", "tools.mcp", "tool_choice"]
+        assert ignored_tools(hosted, choice) == ["tools.web_search", "tools.mcp", "tool_choice"]
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [hosted[0], {"type": "function", "name": "time"}]}
     only_time = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "time"}}]}
     assert plan_tools([*hosted, *TOOLS], allowed) == plan_tools(
         TOOLS, {"type": "allowed_tools", "allowed_tools": only_time}
     )
-    assert left_out_tools(None) == left_out_tools(hosted, "auto")[2:] == []
+    assert ignored_tools(None) == ignored_tools(hosted, "auto")[2:] == []
 
 
 def test_each_way_to_write_a_choice_is_understood() -> None:

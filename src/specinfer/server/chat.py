@@ -24,7 +24,7 @@ from specinfer.server.pending_response import RESPONSES, ChoicesResponse, deltas
 from specinfer.server.protocol import ChatFields
 from specinfer.server.response_format import structured_outputs_of
 from specinfer.server.thinking import template_kwargs, thinking_budget
-from specinfer.server.tools import ToolPlan, left_out_tools, plan_tools, tools_of_functions
+from specinfer.server.tools import ToolPlan, ignored_tools, plan_tools, tools_of_functions
 
 router = APIRouter(route_class=ParsedRoute)
 
@@ -148,7 +148,7 @@ def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
     )
     plan = replace(plan, reasoning=reader.reasoning_of(ids))
     unread = reader.unread_kwargs(kwargs, with_tools=bool(plan.tools_for_template))
-    ignored = [*left_out_tools(tools, choice), *(f"messages.{name}" for name in unread_keys(fields.messages))]
+    ignored = [*ignored_tools(tools, choice), *(f"messages.{name}" for name in unread_keys(fields.messages))]
     ignored += [f"chat_template_kwargs.{name}" for name in unread]
     return ReadConversation(truncated(ids, fields, llm.max_model_len, fields.token_limit), params, plan, ignored)
 

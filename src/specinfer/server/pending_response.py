@@ -288,8 +288,8 @@ async def respond(
         work: Reads and queues the request. It runs before the response starts, so its errors get their own status code.
     """
     pending = await until_disconnect(request, work)
-    left_out = [name for generation in pending.generations for name in generation.left_out]
-    headers = with_ignored(headers, [renamed(name, pending.names) for name in [*pending.ignored, *left_out]])
+    ignored = [name for generation in pending.generations for name in generation.ignored]
+    headers = with_ignored(headers, [renamed(name, pending.names) for name in [*pending.ignored, *ignored]])
     if pending.fields.stream:
         dialect = dialect_of(route_path(request.scope))
         return EventStream(pending.events(state_of(request).config), pending.close, headers, dialect)

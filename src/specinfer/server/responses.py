@@ -91,7 +91,7 @@ async def _read(call: Call, fields: ResponsesFields) -> tuple[ReadConversation, 
             named = conversation.named(error)
             raise reworded(named, renamed(str(named), _NAMES)) from error
         names = [re.sub("^messages", conversation.name, name) for name in found.ignored]
-        ignored = [*fields.unread_keys(), *dict.fromkeys(conversation.left_out), *names]
+        ignored = [*fields.unread_keys(), *dict.fromkeys(conversation.ignored), *names]
         return replace(found, ignored=ignored), calls
 
     return await call.read(read)

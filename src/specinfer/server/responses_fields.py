@@ -128,13 +128,13 @@ class Conversation:
     Attributes:
         name: The field of the request that has them.
         places: For each message the item that it began with, then the items of its calls.
-        left_out: The types of items that are left out, as names for the header of ignored fields.
+        ignored: The types of items that are ignored, as names for the header of ignored fields.
     """
 
     name: str = "input"
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[list[str]] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, fields: ResponsesFields) -> "Conversation":
@@ -185,8 +185,8 @@ class Conversation:
         kind = item.get("type", "message" if "role" in item else None) if isinstance(item, dict) else None
         if not isinstance(kind, str):
             raise RequestError(f"{place}: must be an object with a type, not {item!r:.60}")
-        if _is_left_out(kind, item):
-            self.left_out.append(f"input.{kind}")
+        if _is_ignored(kind, item):
+            self.ignored.append(f"input.{kind}")
             return
         if kind in _REFUSED_ITEMS:
             raise RequestError(f"{place}.type: {kind} is not served; {_REFUSED_ITEMS[kind]}")
@@ -222,7 +222,7 @@ class Conversation:
 # ---------------------------------------------------------------------------------------- items
 
 
-def _is_left_out(kind: str, item: dict[str, Any]) -> bool:
+def _is_ignored(kind: str, item: dict[str, Any]) -> bool:
     """Return whether an item has nothing that the model can read."""
     if kind == "item_reference":  # a thought is not missed
         return str(item.get("id")).startswith("rs_")

@@ -78,7 +78,7 @@ def plan_tools(
 ) -> ToolPlan:
     """Plan how to serve a request's tools, which are in the format of chat completions or of responses.
 
-    Tools of other kinds than functions and custom tools are left out; `left_out_tools` names them.
+    Tools of other kinds than functions and custom tools are left out; `ignored_tools` names them.
 
     Args:
         call_format: The model's `PromptReader.call_format`.
@@ -105,11 +105,11 @@ def plan_tools(
     return ToolPlan(grammar.params(None), shown, call_format, shows_special_tokens, custom, None, grammar)
 
 
-def left_out_tools(tools: Sequence[Any] | None, tool_choice: Any = None) -> list[str]:
+def ignored_tools(tools: Sequence[Any] | None, tool_choice: Any = None) -> list[str]:
     """Return the names, for the header of ignored fields, of tools that are left out and of a choice that needs one."""
     kinds = [_kind_of(tool) for tool in tools or () if isinstance(tool, dict)]
     names = [f"tools.{kind}" for kind in kinds if isinstance(kind, str) and kind not in _KINDS]
-    if _is_left_out(tool_choice) or (kinds and len(names) == len(kinds) and tool_choice not in _FREE_CHOICES):
+    if _is_ignored(tool_choice) or (kinds and len(names) == len(kinds) and tool_choice not in _FREE_CHOICES):
         names.append("tool_choice")
     return list(dict.fromkeys(names))
 
@@ -200,7 +200,7 @@ def _read_function(field: str, given: dict[str, Any]) -> tuple[dict[str, Any], C
     )
 
 
-def _is_left_out(choice: Any) -> bool:
+def _is_ignored(choice: Any) -> bool:
     """Return whether a choice or an entry of its list is a tool of a kind that is left out."""
     kind = choice.get("type") if isinstance(choice, dict) else None
     return isinstance(kind, str) and kind not in (*_KINDS, "tool", "allowed_tools", "auto", "none", "required", "any")
@@ -209,7 +209,7 @@ def _is_left_out(choice: Any) -> bool:
 def _read_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
     """Return the mode ("none", "auto", "required", or "function" for exactly one call) and the callable functions."""
     mode = choice.get("type") if isinstance(choice, dict) else choice
-    if choice is None or _is_left_out(choice):
+    if choice is None or _is_ignored(choice):
         return "auto", names
     if mode in ("none", "auto", "required", "any"):
         return "required" if mode == "any" else mode, names
@@ -226,7 +226,7 @@ def _read_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
         raise RequestError(f'{field}.mode: use "auto" or "required", not {mode!r:.60}')
     if not isinstance(listed, list) or not listed:
         raise RequestError(f"{field}.tools: list at least one function")
-    found = [_named(f"{field}.tools[{i}]", one, names) for i, one in enumerate(listed) if not _is_left_out(one)]
+    found = [_named(f"{field}.tools[{i}]", one, names) for i, one in enumerate(listed) if not _is_ignored(one)]
     return mode, list(dict.fromkeys(found))
 
 

@@ -1,7 +1,7 @@
 """Token trees as JSON: for clients that ask for their own, and in a file with those of all requests (docs/trace.md).
 
 The engine's thread only puts steps into a bounded queue. A thread of this module decodes the tokens and writes the
-file. Steps that do not fit into the queue are left out and counted: a slow disk must not slow the engine.
+file. Steps that do not fit into the queue are skipped and counted: a slow disk must not slow the engine.
 """
 
 import dataclasses
@@ -118,7 +118,7 @@ class TraceFile:
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_LINES_WAITING)
         self._lock = threading.Lock()
         self._num_nodes_waiting = 0
-        self._num_left_out = 0
+        self._num_skipped = 0
         self._begun: set[str] = set()
         self._has_failed = self._is_closed = False
         self._write({"type": "trace", "version": VERSION, "model": self._model, "time": time.time()})
@@ -162,12 +162,12 @@ class TraceFile:
             self._put(functools.partial(self._write_end, request), 0)
 
     def _put(self, action: Callable[[], None], num_nodes: int) -> None:
-        """Queue a line for the writer, or leave it out if too much is queued."""
+        """Queue a line for the writer, or skip it if too much is queued."""
         with self._lock:
             if self._num_nodes_waiting + num_nodes > _MAX_NODES_WAITING or self._waiting.full():
-                if not self._num_left_out:
-                    logger.warning("trace: %s is written too slowly; some lines are left out", self._path)
-                self._num_left_out += 1
+                if not self._num_skipped:
+                    logger.warning("trace: %s is written too slowly; some lines are skipped", self._path)
+                self._num_skipped += 1
                 return
             self._num_nodes_waiting += num_nodes
 
@@ -188,9 +188,9 @@ class TraceFile:
                     self._file.flush()
             except Exception as error:  # includes a tokenizer's errors: `close` waits for this thread
                 self._fail(error)
-        if self._num_left_out:
+        if self._num_skipped:
             try:
-                self._write({"type": "left_out", "lines": self._num_left_out})
+                self._write({"type": "left_out", "lines": self._num_skipped})
             except OSError as error:
                 self._fail(error)
 

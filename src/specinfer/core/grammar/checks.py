@@ -10,7 +10,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from specinfer.core.grammar.json_schema import LeftOut, prepare
+from specinfer.core.grammar.json_schema import Ignored, prepare
 from specinfer.core.grammar.lark import plain_lark
 from specinfer.core.grammar.matcher import make_matcher
 from specinfer.core.grammar.refusals import refusal, remedy, shortened, too_long
@@ -27,12 +27,12 @@ class Checked:
     Attributes:
         text: The constraint as it is compiled, or None if it cannot be.
         fault: The name of the constraint at fault within a Lark grammar, and what is wrong with it and what to change.
-        left_out: What is left to the model: names of constraints, each with a place in its schema.
+        ignored: What is left to the model: names of constraints, each with a place in its schema.
     """
 
     text: str | None
     fault: tuple[str, str] = ("", "")
-    left_out: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[tuple[str, str], ...] = ()
 
 
 def check(tokenizer: LLTokenizer, end_token: int, kind: str, text: str) -> Checked:
@@ -56,7 +56,7 @@ def check(tokenizer: LLTokenizer, end_token: int, kind: str, text: str) -> Check
     if error is not None:
         return Checked(None, ("", remedy(error)))
     return Checked(
-        _joined(kind, parts), left_out=tuple((part.name, each.place) for part in parts for each in part.left_out)
+        _joined(kind, parts), ignored=tuple((part.name, each.place) for part in parts for each in part.ignored)
     )
 
 
@@ -66,7 +66,7 @@ def loosest(kind: str, text: str) -> Checked:
     loosened = [part for part in parts if part.is_lenient]
     for part in loosened:
         part.loosen("")
-    return Checked(_joined(kind, parts), left_out=tuple((part.name, "") for part in loosened))
+    return Checked(_joined(kind, parts), ignored=tuple((part.name, "") for part in loosened))
 
 
 class _Part:
@@ -74,13 +74,13 @@ class _Part:
 
     Attributes:
         text: The constraint as it is compiled.
-        left_out: What is left out of its schema.
+        ignored: What is left out of its schema.
         fault: What is wrong with it and what to change, or None if nothing is.
     """
 
     def __init__(self, name: str, kind: str, text: str) -> None:
         self.name, self.kind, self.text = name, kind, text
-        self.left_out: list[LeftOut] = []
+        self.ignored: list[Ignored] = []
         self.fault: str | None = None
         self._schema: dict[str, Any] = json.loads(text) if kind == "json" else {}
 
@@ -119,7 +119,7 @@ class _Part:
         """Leave out all but the schema's type."""
         kind = self._schema.get("type")
         self.text = json.dumps({"type": kind if kind in TYPES else "object", _OPTIONS: self._options})
-        self.left_out = [LeftOut("", reason)]
+        self.ignored = [Ignored("", reason)]
 
     def _prepare(self, tokenizer: LLTokenizer | None) -> None:
         """Prepare the schema; its patterns are tried if a tokenizer is given."""
@@ -130,13 +130,13 @@ class _Part:
             return None if error is None else shortened(error)
 
         try:
-            prepared, self.left_out = prepare(self._schema, pattern_error)
+            prepared, self.ignored = prepare(self._schema, pattern_error)
         except RecursionError:
             self.fault = remedy("recursion limit exceeded")
             return
         self.text = json.dumps(prepared | {_OPTIONS: self._options})
-        if self.left_out and not self.is_lenient:
-            place, reason = self.left_out[0]
+        if self.ignored and not self.is_lenient:
+            place, reason = self.ignored[0]
             self.fault = f"{place}: {reason}; mend it or leave it out, or do without strict"
 
     @property

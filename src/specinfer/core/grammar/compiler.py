@@ -23,7 +23,7 @@ _END = "<|end of grammar|>"  # stands for all of the model's tokens that end a t
 @dataclass(frozen=True, slots=True)
 class _Made:
     grammar: Grammar
-    left_out: tuple[tuple[str, str], ...]
+    ignored: tuple[tuple[str, str], ...]
 
 
 class GrammarCompiler:
@@ -76,7 +76,7 @@ class GrammarCompiler:
             name, wrong = made.fault
             raise RequestError(f"{fields[name]}: {wrong}" if name else f"{asked.field}: {asked.kind}: {wrong}")
         grammar = made.grammar.clone()
-        grammar.left_out = [f"{fields[name]}.{place}".rstrip(".") for name, place in made.left_out]
+        grammar.ignored = [f"{fields[name]}.{place}".rstrip(".") for name, place in made.ignored]
         return grammar
 
     def _make(self, kind: str, text: str, ignore_eos: bool) -> "_Made | Checked":
@@ -97,7 +97,7 @@ class GrammarCompiler:
             digit_limit=self._digit_limit if kind in ("json", "grammars") else None,
         )
         fault = _fault(grammar)
-        return _Made(grammar, checked.left_out) if fault is None else replace(checked, text=None, fault=("", fault))
+        return _Made(grammar, checked.ignored) if fault is None else replace(checked, text=None, fault=("", fault))
 
     @cached_property
     def _digit_limit(self) -> DigitLimit:

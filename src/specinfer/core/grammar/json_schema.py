@@ -51,14 +51,14 @@ _READ = {*_ONLY_FOR, *_IN_PLACE, *_NOT_ENFORCED, "$ref", "const", "enum", "type"
 _ALL = frozenset(TYPES)
 
 
-class LeftOut(NamedTuple):
+class Ignored(NamedTuple):
     """A keyword that no grammar can enforce: its place in the schema, and the reason."""
 
     place: str
     reason: str
 
 
-def prepare(schema: dict[str, Any], pattern_error: Callable[[str], str | None]) -> tuple[dict[str, Any], list[LeftOut]]:
+def prepare(schema: dict[str, Any], pattern_error: Callable[[str], str | None]) -> tuple[dict[str, Any], list[Ignored]]:
     """Return a schema as it is compiled, and what was left out of it.
 
     Args:
@@ -71,21 +71,21 @@ def prepare(schema: dict[str, Any], pattern_error: Callable[[str], str | None]) 
         name, place, target, is_part = work.waiting.pop()
         definitions[name] = work.prepared(target, place, is_part=is_part)
     assert isinstance(prepared, dict)
-    return prepared | ({"$defs": definitions} if definitions else {}), work.left_out
+    return prepared | ({"$defs": definitions} if definitions else {}), work.ignored
 
 
 class _Preparation:
     """The work on one schema.
 
     Attributes:
-        left_out: What was left out so far.
+        ignored: What was left out so far.
         waiting: Definitions that have a name and are not prepared yet: name, place, schema, `is_part`.
     """
 
     def __init__(self, root: dict[str, Any], pattern_error: Callable[[str], str | None]) -> None:
         self._root, self._pattern_error = root, pattern_error
         self._definitions: dict[tuple[int, bool], str] = {}
-        self.left_out: list[LeftOut] = []
+        self.ignored: list[Ignored] = []
         self.waiting: list[tuple[str, str, Any, bool]] = []
 
     def prepared(self, node: Any, place: str, *, is_part: bool) -> dict[str, Any] | bool:
@@ -171,7 +171,7 @@ class _Preparation:
                     given |= {"patternProperties": others, "additionalProperties": True}
 
     def _leave_out(self, place: str, reason: str) -> None:
-        self.left_out.append(LeftOut(place, reason))
+        self.ignored.append(Ignored(place, reason))
 
     # ---------------------------------------------------------------------------------- references
 

@@ -88,7 +88,7 @@ class Grammar:
         digit_limit: The limit on digits of numbers, or None if the grammar has no JSON.
 
     Attributes:
-        left_out: Fields of the request's constraint that no grammar can enforce, and that are left to the model.
+        ignored: Fields of the request's constraint that no grammar can enforce, and that are left to the model.
         credit: That of the tenant, which all masks spend; without any left, proposed tokens are illegal.
         last_seconds: Processor time of the last masks of the output.
     """
@@ -111,7 +111,7 @@ class Grammar:
         self._num_restarts = 0
         self._time = mask_time or MaskTime()
         self._digit_limit = digit_limit
-        self.left_out: Sequence[str] = ()
+        self.ignored: Sequence[str] = ()
         self.credit: MaskCredit | None = None
         self.last_seconds = 0.0
         self._said: list[int] = []
@@ -146,7 +146,7 @@ class Grammar:
             matcher,
             self._digit_limit,
         )
-        made.left_out = self.left_out
+        made.ignored = self.ignored
         return made
 
     @property

@@ -45,15 +45,15 @@ class GrammarTrials:
             EngineDeadError: The client has left.
         """
         answer = self._processes.ask(json.dumps([kind, text]).encode())
-        left_out: tuple[tuple[str, str], ...] = ()
+        ignored: tuple[tuple[str, str], ...] = ()
         if answer is None:
             looser = loosest(kind, text)
-            left_out = looser.left_out
-            answer = self._processes.ask(json.dumps([kind, looser.text]).encode()) if left_out else None
+            ignored = looser.ignored
+            answer = self._processes.ask(json.dumps([kind, looser.text]).encode()) if ignored else None
         if answer is None:
             return Checked(None, ("", _TOO_MUCH))
         made, fault, others = json.loads(answer)
-        return Checked(made, tuple(fault), (*left_out, *map(tuple, others)))
+        return Checked(made, tuple(fault), (*ignored, *map(tuple, others)))
 
     def close(self) -> None:
         """End the processes; those at work end with their trial."""
