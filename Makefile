@@ -39,7 +39,7 @@ OLDEST_DIR := $(CURDIR)/build/transformers-$(OLDEST)
 oldest: $(STAMP)
 	@test -d $(OLDEST_DIR) || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 		--target $(OLDEST_DIR) transformers==$(OLDEST) huggingface-hub==1.33.0
-	PYTHONPATH=$(OLDEST_DIR) $(BIN)/pytest -W default -n 3 --dist loadfile tests/model tests/drafters tests/inputs tests/quantize tests/tuning/test_initial_weights.py
+	PYTHONPATH=$(OLDEST_DIR) $(BIN)/pytest -W default -n 3 --dist loadfile tests/model tests/drafters tests/inputs tests/quantize tests/learning/test_initial_weights.py
 
 # Apart from .venv and from each other: their requirements exclude each other.
 CLIENTS := build/clients

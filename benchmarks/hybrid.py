@@ -27,6 +27,7 @@ from specinfer.bench.bandwidth import Bandwidth
 from specinfer.bench.clock import now
 from specinfer.bench.options import check_whole
 from specinfer.core.tree import TokenTree
+from specinfer.learning.tune.initial_weights import build, export, parse_initial_weights
 from specinfer.model.batch import Piece
 from specinfer.model.capacity import bytes_per_token
 from specinfer.model.load import LoadedModel, load_model
@@ -38,7 +39,6 @@ from specinfer.reporting.environment import surroundings
 from specinfer.reporting.files import check_files, write_json
 from specinfer.reporting.progress_bar import stage_bar
 from specinfer.setup.model_names import find_target
-from specinfer.tuning.initial_weights import build, export, parse_initial_weights
 
 # About 50 million parameters a layer, Mamba half as many; every fourth has attention, where a family has any.
 _WIDE = {"hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 65536, "tie_word_embeddings": True}

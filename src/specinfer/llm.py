@@ -24,7 +24,7 @@ from specinfer.inputs.chat.conversations import read_conversations
 from specinfer.inputs.job import Job
 from specinfer.inputs.job_reader import JobReader
 from specinfer.inputs.prompts import PromptReader
-from specinfer.learning.adaptation import Adaptation
+from specinfer.learning.adapt.adaptation import Adaptation
 from specinfer.metrics import EngineCounters, Metric
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import SpeculationPolicy

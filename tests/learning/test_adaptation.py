@@ -29,14 +29,14 @@ from specinfer.engine import thread
 from specinfer.engine.tally import Tally
 from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
-from specinfer.learning.adaptation import Adaptation
-from specinfer.learning.heads.head_training import export_head, new_head
-from specinfer.learning.held_out_evaluation import HeldOutEvaluation, hits_of
-from specinfer.learning.online_trainer import OnlineTrainer
-from specinfer.learning.settings import AdaptationConfig
-from specinfer.learning.traffic import Traffic, batches, last_part, pieces
-from specinfer.learning.training_examples import Source, TrainingExample
-from specinfer.learning.versions import RECORD, AdaptationFolder, Versions
+from specinfer.learning.adapt.adaptation import Adaptation
+from specinfer.learning.adapt.held_out_evaluation import HeldOutEvaluation, hits_of
+from specinfer.learning.adapt.online_trainer import OnlineTrainer
+from specinfer.learning.adapt.settings import AdaptationConfig
+from specinfer.learning.adapt.traffic import Traffic, batches, last_part, pieces
+from specinfer.learning.adapt.versions import RECORD, AdaptationFolder, Versions
+from specinfer.learning.examples import Source, TrainingExample
+from specinfer.learning.heads.files import export_head, new_head
 from specinfer.model.definition import load_config
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner

@@ -14,11 +14,11 @@ from heads import drafter_of, ids_of, llm_of, save_block, save_eagle3
 from pair_heads import save_eagle
 from references_of_text import hidden_states
 from specinfer import LLM, SamplingParams
-from specinfer.learning.adaptation import Adaptation
-from specinfer.learning.heads.head_training import export_head, new_head
-from specinfer.learning.learnable import LearnableHead
-from specinfer.learning.settings import HEAD_RATE, MODEL_RATE, AdaptationConfig
-from specinfer.learning.training_examples import Source, TrainingExample
+from specinfer.learning.adapt.adaptation import Adaptation
+from specinfer.learning.adapt.learnable import LearnableHead
+from specinfer.learning.adapt.settings import HEAD_RATE, MODEL_RATE, AdaptationConfig
+from specinfer.learning.examples import Source, TrainingExample
+from specinfer.learning.heads.files import export_head, new_head
 from specinfer.model.heads.load import find_format
 from tiny import make_model, random_prompts, save_model
 

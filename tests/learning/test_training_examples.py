@@ -13,7 +13,7 @@ import torch
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import SmallModelDrafter
-from specinfer.learning.training_examples import (
+from specinfer.learning.examples import (
     DamagedError,
     ExampleRecorder,
     Source,
@@ -21,8 +21,8 @@ from specinfer.learning.training_examples import (
     TrainingExamples,
     collate,
 )
+from specinfer.learning.tune.collection import collect, load, read
 from specinfer.model.runner import ModelRunner
-from specinfer.tuning.collection import collect, load, read
 from tiny import VOCAB, make_engine, make_model, make_request, random_prompts, run
 
 TREES: list[tuple[int, ...]] = [(), (1,) * 5, (3, 2, 1)]

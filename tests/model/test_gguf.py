@@ -16,6 +16,7 @@ from benchmarks.peers.gguf_file import write_gguf
 from gguf_files import CHAT_TEMPLATE, random_blocks, write_model, write_parts
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.inputs.chat.template import ChatTemplate
+from specinfer.learning.tune.initial_weights import build, parse_initial_weights
 from specinfer.model.definition import load_config, load_plain, load_tokenizer
 from specinfer.model.folder import count_parameters, find_folder, sampling_defaults
 from specinfer.model.gguf.folder import WEIGHTS, weights_file
@@ -23,7 +24,6 @@ from specinfer.model.gguf.header import TensorPlace, read_header
 from specinfer.model.gguf.tokenizer_writing import tokenizer_metadata
 from specinfer.model.gguf.weights import read_tensor
 from specinfer.model.load import load_model
-from specinfer.tuning.initial_weights import build, parse_initial_weights
 from tiny import make_tokenizer, save_model
 
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")

@@ -11,8 +11,8 @@ import pytest
 
 from serving import Caller, app_of, events_of, serve, slow_steps
 from specinfer import LLM, QueueLimits, SamplingParams
-from specinfer.learning.adaptation import Adaptation
-from specinfer.learning.settings import AdaptationConfig
+from specinfer.learning.adapt.adaptation import Adaptation
+from specinfer.learning.adapt.settings import AdaptationConfig
 from specinfer.server.state import ServerState
 from tiny import random_prompts, save_model, save_tokenizer
 from worlds import SETTINGS, is_alive, workers

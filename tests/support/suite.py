@@ -64,12 +64,12 @@ _USED: "weakref.WeakSet[KVCache]" = weakref.WeakSet()  # since they were last fo
 _LONG = (
     "engine/device/test_heads.py", "parallel/test_ranks_health.py", "parallel/test_ranks.py",
     "parallel/test_ranks_adapters.py", "test_other_systems.py", "server/test_supervisor.py", "server/test_serve.py",
-    "server/test_openapi.py", "inputs/test_text_reader.py", "tuning/test_tune.py", "learning/test_adaptation.py",
+    "server/test_openapi.py", "inputs/test_text_reader.py", "learning/test_tune.py", "learning/test_adaptation.py",
     "model/test_real_smollm2.py", "engine/device/test_executor.py", "verify/test_sampling_distribution.py",
     "cli/test_cli.py", "core/test_grammar.py", "verify/test_lossless.py", "test_examples.py",
     "model/offload/test_memory.py", "kernels/test_programs.py", "server/test_bad_input_http.py",
     "drafters/test_feature_drafters.py", "kernels/test_team.py", "verify/test_exactness.py",
-    "tuning/test_head_training.py",
+    "learning/test_head_training.py",
 )  # fmt: skip
 
 

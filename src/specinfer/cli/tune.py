@@ -18,11 +18,11 @@ from specinfer.cli.commands import UsageError, checking
 from specinfer.cli.options import DEBUG, JSON, PLOT, check_models, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
+from specinfer.learning.tune.options import DEMO_DATA, PolicyConfig, TuneConfig
 from specinfer.reporting.files import check_files, naming, write_json
-from specinfer.tuning.options import DEMO_DATA, PolicyConfig, TuneConfig
 
 if TYPE_CHECKING:
-    from specinfer.tuning.training import Progress
+    from specinfer.learning.tune.training import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +160,8 @@ def _train_policy(target: str, options: TuneOptions, out: str, screen: Screen) -
         check_sources("data", config.data)
         check_sources("step_log", config.logs)
         check_models(target, options.drafter or ())
-        from specinfer.tuning.policy_report import print_policy
-        from specinfer.tuning.policy_training import train_policy
+        from specinfer.learning.policy.report import print_policy
+        from specinfer.learning.policy.training import train_policy
 
         report = train_policy(config, screen.err)
         print_policy(report, screen.out)
@@ -192,12 +192,12 @@ def _tune_drafters(target: str, options: TuneOptions, screen: Screen) -> None:
             check_sources("data", config.data)
             check_sources("held_out", config.held_out)
         check_models(target, ())
-        from specinfer.learning.training_examples import DamagedError
-        from specinfer.tuning.report import measure
-        from specinfer.tuning.report_plot import plot_report
-        from specinfer.tuning.report_table import print_report
-        from specinfer.tuning.run import Run
-        from specinfer.tuning.training import TrainingError
+        from specinfer.learning.examples import DamagedError
+        from specinfer.learning.tune.report import measure
+        from specinfer.learning.tune.report_plot import plot_report
+        from specinfer.learning.tune.report_table import print_report
+        from specinfer.learning.tune.run import Run
+        from specinfer.learning.tune.training import TrainingError
 
         run = Run(config, progress := StageProgress(screen.err))
     with progress:

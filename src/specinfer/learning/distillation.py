@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, linear
 
 from specinfer.drafters.vocabulary.token_map import TokenMap
-from specinfer.learning.training_examples import Batch
+from specinfer.learning.examples import Batch
 
 LEVEL_SHARE = 0.8  # of the loss of a level in that of the level before
 _LEAST = 1e-6  # lower bound of the probability of all other tokens: in half precision it may come out as 0

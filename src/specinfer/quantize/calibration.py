@@ -10,12 +10,12 @@ from torch import nn
 
 from specinfer.kernels.quantization import Bits
 from specinfer.kernels.quantized_weight import QuantizedWeight
+from specinfer.learning.tune.corpus import Prompts, read_prompts
 from specinfer.model.definition import known_positions, load_config, load_plain, load_tokenizer
 from specinfer.model.linears import layer_lists
 from specinfer.model.quantized_experts import split_experts
 from specinfer.quantize.experts import Place
 from specinfer.quantize.gptq import round_layers
-from specinfer.tuning.corpus import Prompts, read_prompts
 
 
 class Calibrated(NamedTuple):

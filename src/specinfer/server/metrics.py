@@ -21,7 +21,7 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
 from specinfer.engine.tally import Tally
 from specinfer.generation import Generation
-from specinfer.learning.settings import AdaptationStats
+from specinfer.learning.adapt.settings import AdaptationStats
 from specinfer.server.metric_families import PREFIX, MetricFamilies
 from specinfer.verify import Acceptance
 

@@ -19,9 +19,9 @@ from specinfer.drafters.merge.scoring import Scoring
 from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
-from specinfer.learning.held_out_evaluation import hits_of
-from specinfer.learning.student import Student
-from specinfer.learning.training_examples import Source, TrainingExample
+from specinfer.learning.adapt.held_out_evaluation import hits_of
+from specinfer.learning.adapt.student import Student
+from specinfer.learning.examples import Source, TrainingExample
 from specinfer.model.batch import Piece
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.load import load_model

@@ -1,0 +1,1 @@
+"""Online adaptation: drafters learn from the traffic while the engine is idle."""

@@ -1,0 +1,225 @@
+"""Block heads in training: DSpark (arXiv 2607.05147), and DFlash and JetSpec heads that exist already.
+
+Blocks begin at random tokens of the target's output. All blocks of a text are computed in one pass: a row sees the
+features of the tokens before its block, and the rows of its block. The pairwise head is given the true token before.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specinfer.core.errors import ModelError
+from specinfer.learning.distillation import HeadLogits
+from specinfer.learning.examples import Batch
+from specinfer.learning.heads.trainable import (
+    HeadSizes,
+    TrainableHead,
+    by_heads,
+    ends_of,
+    joining,
+    layer_tensors,
+    sizes_of,
+    speculators_fields,
+)
+from specinfer.model.definition import load_config
+from specinfer.model.families import rotate
+from specinfer.model.folder import read_weight
+from specinfer.model.heads.block import BlockHead, usual_reads
+from specinfer.model.heads.checkpoint import HeadCheckpoint
+from specinfer.model.heads.head import Block, FeatureHead
+
+_BLOCK_SIZE = 8
+_TOKENS_PER_BLOCK = 4  # in training; each block costs as many rows as it is long
+_BLOCKS = 64  # of a text in a pass that predicts all of its tokens
+_MOST_LAYERS, _LAYERS_PER_LAYER = 5, 6  # of a new head; the target's for each of its own
+_LEAST_TAPS, _MOST_RANK = 3, 256
+_PAIR_SPREAD = 0.1  # of random vectors of tokens; what follows them is learned
+
+
+class TrainableBlock(TrainableHead):
+    """A block head in training."""
+
+    renamed: Mapping[str, str] = {
+        **TrainableHead.renamed,
+        "pairs.0": "markov_head.markov_w1.weight",
+        "pairs.1": "markov_head.markov_w2.weight",
+        "confidence.": "confidence_head.proj.",
+    }
+
+    def __init__(self, head: FeatureHead, checkpoint: HeadCheckpoint, target: Path) -> None:
+        super().__init__(head, checkpoint, target)
+        if any(getattr(one.self_attn, "sliding_window", None) is not None for one in self.model.layers):
+            raise ModelError(
+                f"drafter: {checkpoint.folder} has sliding windows, which cannot be trained; take new:dspark"
+            )
+
+    @property
+    def block(self) -> Block:
+        """The rows of a pass."""
+        block: Block = self.model.block
+        return block
+
+    def forward(self, batch: Batch) -> Tensor | HeadLogits:
+        """Return the logits of random blocks; outside of training [outputs, draft vocabulary] of first tokens."""
+        context = self.features(batch)
+        counts = torch.bincount(batch.rows, minlength=len(batch.tokens))
+        most = int(counts.max())
+        if self.training:
+            # On the CPU, whose random numbers are the same on every device.
+            order = torch.rand(len(counts), most).masked_fill(torch.arange(most) >= counts.cpu()[:, None], -1.0)
+            places = order.topk(-(-most // _TOKENS_PER_BLOCK)).indices.to(counts.device)
+            wanted = counts.div(_TOKENS_PER_BLOCK).ceil()
+            is_wanted = torch.arange(places.shape[1], device=counts.device) < wanted[:, None]
+            return self._draft(batch, context, counts, places, is_wanted, self.block.max_depth)
+        found = []
+        for start in range(0, most, _BLOCKS):
+            places = torch.arange(start, min(start + _BLOCKS, most), device=counts.device).expand(len(counts), -1)
+            found.append(self._draft(batch, context, counts, places, places < counts[:, None], 1))
+        logits = torch.cat([one.logits for one in found])
+        return logits[torch.cat([one.outputs for one in found]).argsort()]
+
+    def _draft(
+        self, batch: Batch, context: Tensor, counts: Tensor, places: Tensor, is_wanted: Tensor, depth: int
+    ) -> HeadLogits:
+        """Return the logits of the first tokens of blocks that begin before outputs of each row.
+
+        Args:
+            context: [rows, tokens, width] features of all tokens.
+            counts: [rows] number of outputs.
+            places: [rows, blocks] the first output of each block, counted in its row.
+            is_wanted: [rows, blocks] False for blocks to leave out.
+            depth: Number of tokens of a block.
+        """
+        head: BlockHead = self.model
+        ends = counts.cumsum(0)
+        firsts = (ends - counts)[:, None] + places
+        anchors = batch.places[firsts.clamp(max=len(batch.places) - 1)]
+        distances = torch.arange(depth, device=places.device)
+        outputs = firsts[..., None] + distances
+        is_real = is_wanted[..., None] & (outputs < ends[:, None, None])
+        skipped = self.block.size - self.block.max_depth
+        hidden = self._rows(context, batch.tokens, anchors)[:, :, skipped : skipped + depth][is_real]
+        levels, outputs = distances.expand_as(outputs)[is_real], outputs[is_real]
+        logits, accepted = head.logits(hidden), None
+        if head.is_pairwise:
+            before = batch.tokens[batch.rows[outputs], batch.places[outputs]]
+            logits, accepted = head.conditional(logits, hidden, before)
+        return HeadLogits(logits, outputs, levels, accepted)
+
+    def _rows(self, context: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
+        """Return the [rows, blocks, block size, width] rows of blocks whose first tokens are at [rows, blocks]."""
+        head, size = self.model, self.block.size
+        ids = torch.full((*anchors.shape, size), self.block.mask_token, device=tokens.device)
+        ids[..., 0] = tokens.gather(1, anchors)
+        hidden = head.embedded(ids.flatten()).to(context.dtype).unflatten(0, (len(tokens), -1))
+        positions = (anchors[..., None] + torch.arange(size, device=anchors.device)).flatten(1)
+        every = torch.arange(tokens.shape[1], device=anchors.device)
+        rotations = head.rotary(hidden, positions), head.rotary(context, every[None])
+        is_later = (every >= anchors[..., None].expand(-1, -1, size).flatten(1)[..., None]).unsqueeze(1)
+        for layer in head.layers:
+            inputs = layer.input_layernorm(hidden)
+            hidden = hidden + self._attend(layer.self_attn, inputs, context, rotations, is_later)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        rows: Tensor = head.norm(hidden).unflatten(1, (-1, size))
+        return rows
+
+    def _attend(
+        self,
+        attention: Any,
+        x: Tensor,
+        context: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        is_later: Tensor,
+    ) -> Tensor:
+        """Return the attention of the rows of all blocks, of which each sees its own and the tokens before it.
+
+        Args:
+            x: [rows, blocks * size, width].
+            rotations: Those of the blocks' rows, and of all tokens.
+            is_later: [rows, 1, blocks * size, tokens] True where a token is not before the block.
+        """
+        size, num_tokens = self.block.size, context.shape[1]
+        query = rotate(by_heads(attention, "q", x), *rotations[0])
+        own_key, key = (
+            rotate(by_heads(attention, "k", of), *rotation)
+            for of, rotation in zip((x, context), rotations, strict=True)
+        )
+        own_value, value = (by_heads(attention, "v", of) for of in (x, context))
+        own = query.unflatten(2, (-1, size)) @ own_key.unflatten(2, (-1, size)).transpose(-1, -2)
+        if self.block.is_causal:
+            own = own.masked_fill(torch.ones_like(own, dtype=torch.bool).triu(1), -torch.inf)
+        scores = (query @ key.transpose(-1, -2)).masked_fill(is_later, -torch.inf)
+        probs = (torch.cat([scores, own.flatten(2, 3)], dim=-1).float() * attention.scaling).softmax(-1).to(value.dtype)
+        own_probs = probs[..., num_tokens:].unflatten(2, (-1, size))
+        out = probs[..., :num_tokens] @ value + (own_probs @ own_value.unflatten(2, (-1, size))).flatten(2, 3)
+        result: Tensor = attention.o_proj(out.transpose(1, 2).flatten(2))
+        return result
+
+
+def new_dspark(
+    target: Path, source: torch.Generator, token_map: Sequence[int] | None, own: HeadSizes
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a new DSpark head, and its config.json.
+
+    Its layers start as the target's last ones, where they are alike. Its last norm and output head are the target's.
+    The output head is not written, nor trained, if it predicts the whole vocabulary.
+
+    Raises:
+        ValueError: The target is not Llama-like, or has fewer layers than the head is to have.
+    """
+    config = load_config(target).get_text_config()
+    sizes, num_layers = sizes_of(target), int(config.num_hidden_layers)
+    sizes["intermediate_size"] = own.mlp_width or sizes["intermediate_size"]
+    width, vocab_size = sizes["hidden_size"], sizes["vocab_size"]
+    num_own = own.num_layers or min(max(num_layers // _LAYERS_PER_LAYER, 1), _MOST_LAYERS)
+    if num_own > num_layers:
+        raise ValueError(
+            f"drafter: a head of {num_own} layers is too large: the target has {num_layers}; ask for fewer"
+        )
+    reads = sorted({min(max(one, 1), num_layers - 1) for one in usual_reads(num_layers, max(num_own, _LEAST_TAPS))})
+    rank = own.rank or min(max(width // 4, 1), _MOST_RANK)
+    ends = ends_of(target, token_map)
+    tensors = {
+        "fc.weight": joining(len(reads), width, source),
+        "hidden_norm.weight": _of_target(target, reads[-1], "input_layernorm.weight", torch.ones(width)),
+        "markov_head.markov_w1.weight": torch.randn(vocab_size, rank, generator=source) * _PAIR_SPREAD,
+        "markov_head.markov_w2.weight": torch.zeros(len(ends["lm_head.weight"]), rank),
+        "confidence_head.proj.weight": torch.zeros(1, width + rank),
+        "confidence_head.proj.bias": torch.zeros(1),
+    }
+    tensors |= {name: one for name, one in ends.items() if name == "norm.weight" or token_map is not None}
+    for i in range(num_own):
+        for name, weight in layer_tensors("", sizes, width, source).items():
+            tensors[f"layers.{i}.{name}"] = _of_target(target, num_layers - num_own + i, name, weight)
+        tensors |= {f"layers.{i}.self_attn.{name}_norm.weight": torch.ones(sizes["head_dim"]) for name in "qk"}
+    layer = sizes | {"model_type": "qwen3", "num_hidden_layers": num_own, "attention_bias": False}
+    return tensors, speculators_fields(target, "dspark", layer, _BLOCK_SIZE) | {
+        "architectures": ["DSparkSpeculator"],
+        "aux_hidden_state_layer_ids": reads,
+        "block_size": _BLOCK_SIZE,
+        "mask_token_id": _mask_token(config),
+        "sample_from_anchor": True,
+        "sliding_window_non_causal": False,
+        "markov_rank": rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+
+
+def _of_target(target: Path, layer: int, name: str, otherwise: Tensor) -> Tensor:
+    """Return a weight of one of the target's layers, or the other one if it has none of this shape."""
+    try:
+        found = read_weight(target, f"layers.{layer}.{name}")
+    except ModelError:
+        return otherwise
+    return found if found.shape == otherwise.shape else otherwise
+
+
+def _mask_token(config: Any) -> int:
+    """Return a token that text hardly has."""
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return int(next((one for one in (config.pad_token_id, *ends) if one is not None), config.vocab_size - 1))

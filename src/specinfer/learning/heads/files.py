@@ -1,0 +1,123 @@
+"""Heads to train: made anew or read from a folder, and written in the format of the speculators library or as read."""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specinfer.core.errors import ModelError
+from specinfer.learning.heads.block import TrainableBlock, new_dspark
+from specinfer.learning.heads.eagle3 import TrainableEagle3, new_eagle3
+from specinfer.learning.heads.trainable import EMBEDDING, OUTPUT_HEADS, HeadSizes, TrainableHead
+from specinfer.model.definition import load_config
+from specinfer.model.folder import read_weight, replacing
+from specinfer.model.heads.block import BlockHead
+from specinfer.model.heads.checkpoint import HeadCheckpoint
+from specinfer.model.heads.eagle3 import Eagle3Head
+from specinfer.model.heads.head import TargetEnds, TargetShape
+from specinfer.model.heads.load import find_format
+
+TRAINED = ("EAGLE-3", "DSpark", "DFlash", "JetSpec")
+NewHead = Callable[[Path, torch.Generator, Sequence[int] | None, HeadSizes], tuple[dict[str, Tensor], dict[str, Any]]]
+NEW_HEADS: Mapping[str, NewHead] = {"new:eagle3": new_eagle3, "new:dspark": new_dspark}
+
+
+def can_train(folder: Path) -> bool:
+    """Return whether the folder has a head of a kind that can be trained."""
+    return find_format(folder) in TRAINED
+
+
+def read_head(folder: Path, target: Path, embed: Callable[[Tensor], Tensor] | None = None) -> TrainableHead:
+    """Return the head of a folder, ready for training.
+
+    Args:
+        embed: The target's embedding, or None to read it from the target's folder.
+
+    Raises:
+        ModelError: The head was made for another target, its files are damaged, or its kind cannot be trained.
+    """
+    kind, shape = find_format(folder), TargetShape.of(load_config(target))
+    ends = _read_ends(target, embed)
+    checkpoint = HeadCheckpoint(folder, torch.float32, torch.device("cpu"))
+    if kind == "EAGLE-3":
+        trained: TrainableHead = TrainableEagle3(Eagle3Head(checkpoint, shape, ends), checkpoint, target)
+    elif kind in TRAINED:
+        trained = TrainableBlock(BlockHead(checkpoint, shape, ends), checkpoint, target)
+    else:
+        raise ModelError(f"drafter: {folder} is a head of the kind {kind}, which cannot be trained; take new:eagle3")
+    checkpoint.check_all_taken()
+    return trained
+
+
+def new_head(
+    name: str, target: Path, seed: int, token_map: Sequence[int] | None = None, sizes: HeadSizes | None = None
+) -> TrainableHead:
+    """Return a new head for a target, with random weights where they are not the target's.
+
+    Args:
+        name: One of `NEW_HEADS`.
+        token_map: The only tokens that it is to predict, ascending, or None for all.
+        sizes: The sizes of a DSpark head, or None for the usual ones.
+
+    Raises:
+        ValueError: The target is not Llama-like, or has too few layers.
+    """
+    tensors, fields = NEW_HEADS[name](target, torch.Generator().manual_seed(seed), token_map, sizes or HeadSizes())
+    vocab_size = TargetShape.of(load_config(target)).vocab_size
+    fields["draft_vocab_size"] = vocab_size if token_map is None else len(token_map)
+    if token_map is not None:
+        ids = torch.tensor(list(token_map))
+        members = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": members}
+    with tempfile.TemporaryDirectory(prefix="specinfer-head-") as folder:
+        _write(Path(folder), tensors, fields)
+        return read_head(Path(folder), target)
+
+
+def export_head(trained: TrainableHead, folder: Path) -> None:
+    """Write a head in the format that it was read in, atomically; new ones have that of the speculators library.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    with replacing(folder) as partial:
+        write_head(trained, partial)
+
+
+def write_head(trained: TrainableHead, folder: Path) -> None:
+    """Write the files of a head into a folder, in the format that it was read in.
+
+    Raises:
+        OSError, SafetensorError: The folder cannot be written.
+    """
+    _write(folder, trained.tensors(), trained.checkpoint.fields)
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
+    save_file({name: one.contiguous().clone() for name, one in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_ends(target: Path, embed: Callable[[Tensor], Tensor] | None) -> TargetEnds:
+    head: Tensor | None = None
+    table = read_weight(target, EMBEDDING) if embed is None else None
+
+    def read_rows(ids: Tensor) -> Tensor:
+        nonlocal table
+        assert table is not None
+        table = table.to(ids.device)
+        return table[ids]
+
+    def logits(hidden: Tensor) -> Tensor:
+        nonlocal head
+        head = read_weight(target, *OUTPUT_HEADS) if head is None else head
+        head = head.to(hidden.device)
+        product: Tensor = hidden @ head.T
+        return product
+
+    return TargetEnds(embed or read_rows, logits)

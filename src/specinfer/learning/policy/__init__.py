@@ -1,0 +1,1 @@
+"""`specinfer tune --policy`: the training of the network of a speculation policy on logged steps."""

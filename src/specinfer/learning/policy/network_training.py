@@ -1,0 +1,177 @@
+"""Training of the network of a speculation policy on logged steps, and evaluation of its choices.
+
+Accepted tokens, nodes and levels are counts, so the network outputs the logarithms of their means. It is trained with
+the Poisson deviance, where the logged tree was large enough to show them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from specinfer.learning.policy.tree_outcomes import TreeOutcomes
+from specinfer.policy.batch_optimizer import rates_alone
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.network import SMALL_NODES, Configuration, PolicyNetwork, token_weight
+from specinfer.policy.step_log import StepLog
+
+Floats = npt.NDArray[np.float64]
+_RATE, _DECAY = 3e-3, 1e-3
+_BATCH = 256
+_CHECK = 50  # training steps between evaluations on the steps kept aside
+_ASIDE = 8  # one step in this many decides when training ends
+_LEAST_SCALE = 0.05  # a feature that hardly varied must not be scaled up
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedSteps:
+    """Logged steps and what every configuration would have yielded in them."""
+
+    log: StepLog
+    outcomes: TreeOutcomes
+
+
+def train_network(
+    sample: LoggedSteps,
+    menu: Sequence[Configuration],
+    hidden: Sequence[int],
+    *,
+    seed: int,
+    num_steps: int,
+    left_out: Sequence[str] = (),
+    about: Mapping[str, Any] | None = None,
+) -> PolicyNetwork:
+    """Return a trained network with hidden layers of these sizes.
+
+    Args:
+        num_steps: The largest number of training steps; the weights that did best on the steps kept aside are returned.
+        left_out: Groups of features that it does not see, such as "target".
+    """
+    log, features = sample.log, sample.log.features
+    unknown = np.isnan(features)
+    assert len(features), "nothing was logged"
+    low, high = np.nanmin(features, axis=0), np.nanmax(features, axis=0)
+    mean, scale = np.nanmean(features, axis=0), np.maximum(np.nanstd(features, axis=0), _LEAST_SCALE)
+    seen = np.asarray([name.split(".")[0] not in left_out for name in log.names], dtype=np.float64)
+    inputs = np.where(unknown, 0.0, (features - mean) / scale) * seen
+    outcomes = sample.outcomes
+    goals = np.stack([outcomes.accepted, outcomes.nodes, outcomes.levels], axis=1)  # [steps, 3, configurations]
+    weights = np.repeat(outcomes.known[:, None, :].astype(np.float64), 3, axis=1)
+    weights[:, 0] *= token_weight(small_accepted(outcomes, menu))[:, None]
+    layers = _train(
+        torch.tensor(inputs, dtype=torch.float32),
+        torch.tensor(goals, dtype=torch.float32),
+        torch.tensor(weights, dtype=torch.float32),
+        hidden,
+        seed,
+        num_steps,
+    )
+    # Features left out have no weight, whatever their values are.
+    layers[0] = (layers[0][0] * seen[:, None], layers[0][1])
+    return PolicyNetwork(log.slots, log.names, tuple(menu), low, high, mean, scale, tuple(layers), dict(about or {}))
+
+
+def small_accepted(outcomes: TreeOutcomes, menu: Sequence[Configuration]) -> Floats:
+    """Return the number of accepted tokens of the best of the small trees, [steps]."""
+    small = [one.max_nodes <= SMALL_NODES for one in menu]
+    return np.asarray(outcomes.accepted[:, small].max(axis=1))
+
+
+def _train(
+    inputs: Tensor, goals: Tensor, known: Tensor, hidden: Sequence[int], seed: int, num_steps: int
+) -> list[tuple[Floats, Floats]]:
+    """Return (weight [inputs, outputs], bias [outputs]) of each layer."""
+    source = torch.Generator().manual_seed(seed)
+    sizes = [inputs.shape[1], *hidden, goals.shape[1] * goals.shape[2]]
+    linears = []
+    for before, after in pairwise(sizes):
+        weight = torch.randn((before, after), generator=source) * (1.0 / before) ** 0.5
+        linears.append((weight.requires_grad_(), torch.zeros(after, requires_grad=True)))
+    with torch.no_grad():  # start from the means
+        means = (goals * known).sum(0) / known.sum(0).clamp(min=1e-6)
+        linears[-1][0].mul_(0.1)
+        linears[-1][1].copy_(means.clamp(min=1e-3).log().flatten())
+    aside = torch.arange(len(inputs)) % _ASIDE == _ASIDE - 1
+    if not aside.any():
+        aside[-1] = True
+    learning = (~aside).nonzero()[:, 0] if len(inputs) > 1 else torch.zeros(1, dtype=torch.long)
+    optimizer = torch.optim.AdamW([part for layer in linears for part in layer], lr=_RATE, weight_decay=_DECAY)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(num_steps, 1))
+    best, kept = float("inf"), [(w.detach().clone(), b.detach().clone()) for w, b in linears]
+    for step in range(num_steps + 1):
+        if step % _CHECK == 0 or step == num_steps:
+            with torch.no_grad():
+                loss = float(_deviance(_output(inputs[aside], linears), goals[aside], known[aside]))
+            if loss < best:
+                best, kept = loss, [(w.detach().clone(), b.detach().clone()) for w, b in linears]
+        rows = learning[torch.randint(len(learning), (_BATCH,), generator=source)]
+        optimizer.zero_grad()
+        _deviance(_output(inputs[rows], linears), goals[rows], known[rows]).backward()
+        nn.utils.clip_grad_norm_([part for layer in linears for part in layer], 1.0)
+        optimizer.step()
+        schedule.step()
+    return [(w.numpy().astype(np.float64), b.numpy().astype(np.float64)) for w, b in kept]
+
+
+def _output(inputs: Tensor, layers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    hidden = inputs
+    for weight, bias in layers[:-1]:
+        hidden = torch.relu(hidden @ weight + bias)
+    weight, bias = layers[-1]
+    return hidden @ weight + bias
+
+
+def _deviance(logs: Tensor, goals: Tensor, known: Tensor) -> Tensor:
+    """Return the mean Poisson deviance, without the terms that do not depend on `logs` [steps, 3 * configurations]."""
+    logs = logs.view_as(goals).clamp(max=7.0)
+    return ((logs.exp() - goals * logs) * known).sum() / known.sum().clamp(min=1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkQuality:
+    """The quality of a network on steps that it was not trained on.
+
+    Attributes:
+        error: The mean absolute error of expected tokens, over steps and configurations.
+        rate: The tokens per second that its choices would yield, one request at a time.
+        num_weights: The number of its weights.
+    """
+
+    error: float
+    rate: float
+    num_weights: int
+
+
+def evaluate_network(network: PolicyNetwork, sample: LoggedSteps, costs: CostModel) -> NetworkQuality:
+    """Evaluate a network on steps whose trees were large enough to show all configurations."""
+    expected = network.expect(sample.log.features)
+    chosen = rates_alone(expected, costs).argmax(axis=1)
+    error = np.abs(expected.tokens - 1.0 - sample.outcomes.accepted)[sample.outcomes.known].mean()
+    num_weights = sum(weight.size + bias.size for weight, bias in network.layers)
+    return NetworkQuality(float(error), rate_of(sample, chosen, costs), num_weights)
+
+
+def rate_of(sample: LoggedSteps, chosen: npt.NDArray[np.int64], costs: CostModel) -> float:
+    """Return the tokens per second if these configurations had been chosen, `chosen` [steps].
+
+    Each step that shows all configurations stands for as many tokens of text as its large tree emitted. Smaller trees
+    emit them in several steps, and each of these is assumed to have the same cost and yield.
+    """
+    outcomes = sample.outcomes
+    full = outcomes.known.all(axis=1)
+    each = np.arange(len(chosen))
+    tokens = 1.0 + outcomes.accepted[each, chosen]
+    seconds = costs.step(1, outcomes.nodes[each, chosen], outcomes.levels[each, chosen])
+    emitted = 1.0 + outcomes.accepted.max(axis=1)
+    return float(emitted[full].sum() / (emitted * seconds / tokens)[full].sum())
+
+
+def fixed_rates(sample: LoggedSteps, costs: CostModel) -> list[float]:
+    """Return the tokens per second of each configuration if chosen in every step."""
+    num_steps, num_configurations = sample.outcomes.accepted.shape
+    return [rate_of(sample, np.full(num_steps, one), costs) for one in range(num_configurations)]

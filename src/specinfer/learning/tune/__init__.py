@@ -1,0 +1,1 @@
+"""`specinfer tune`: a run of collective boost-tuning, from prompts to drafters and a report."""

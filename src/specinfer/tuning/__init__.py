@@ -1,1 +1,0 @@
-"""Tuning: drafters boost-tuned to a target, and the training of speculation policies."""
