@@ -16,7 +16,7 @@ from benchmarks.parallel.command import parallel
 from benchmarks.perplexity_command import perplexity
 from benchmarks.schedule.command import schedule
 from specinfer.cli.commands import Program, add_command
-from specinfer.core.cpus import load_openmp
+from specinfer.core.systems import load_openmp
 
 app = typer.Typer(
     name="benchmarks",

@@ -7,7 +7,7 @@ import pytest
 
 from specinfer.admission import Admission
 from specinfer.core.errors import QueueFullError, QuotaError
-from specinfer.core.queue_limits import QueueLimits, TenantLimits
+from specinfer.core.limits import QueueLimits, TenantLimits
 from specinfer.quotas import Quotas
 
 

@@ -23,8 +23,8 @@ from specinfer import (
     RequestOutputKind,
     SamplingParams,
 )
+from specinfer.core.limits import TenantLimits
 from specinfer.core.outputs import TextChunk
-from specinfer.core.queue_limits import TenantLimits
 from specinfer.quotas import Quotas
 
 T = TypeVar("T")

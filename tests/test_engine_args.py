@@ -19,7 +19,7 @@ from specinfer import LLM, AsyncLLM, EngineArgs
 from specinfer.cli.app import app
 from specinfer.cli.options import EngineOptions, ServedOptions
 from specinfer.core.config import DTYPES
-from specinfer.core.flags import settings_of
+from specinfer.core.options import settings_of
 from specinfer.model.device import DTYPES as TORCH_DTYPES
 
 

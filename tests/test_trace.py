@@ -14,7 +14,7 @@ import pytest
 
 from serving import events_of, served
 from specinfer import LLM, AsyncLLM, SamplingParams
-from specinfer.core.step_trace import StepTrace, TracedNode
+from specinfer.core.speculation import StepTrace, TracedNode
 from specinfer.server import trace
 from specinfer.server.trace import TokenDecoder, TraceFile, changed_params, step_record
 

@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from specinfer.cli.app import app
-from specinfer.core.flags import settings_of
+from specinfer.core.options import settings_of
 from specinfer.engine_args import EngineArgs
 
 ROOT = Path(__file__).resolve().parent.parent

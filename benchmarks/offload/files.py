@@ -10,8 +10,8 @@ from benchmarks.offload.plans import OffloadBenchConfig
 from benchmarks.peers.names import LIBRARIES, parse_peer
 from benchmarks.peers.race import gguf_place
 from specinfer.bench.models import GrowthPlan, Models
+from specinfer.core.files import cache_folder
 from specinfer.core.lookups import reserved_names
-from specinfer.core.places import cache_folder
 from specinfer.model.folder import count_parameters
 
 _QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5, "fp8": 1.0}  # approximate bytes of a weight

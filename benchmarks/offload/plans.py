@@ -22,8 +22,8 @@ from specinfer.bench.options import (
 )
 from specinfer.core.config import OFFLOADS, parse_select
 from specinfer.core.errors import check_float
+from specinfer.core.options import parse_size
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.sizes import parse_size
 
 _WARMUP_TOKENS = 12  # generated for each prompt by a warm-up run
 

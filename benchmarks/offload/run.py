@@ -31,7 +31,7 @@ from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models, plan_growth
 from specinfer.bench.options import precision_of
 from specinfer.bench.prompts import token_prompts
-from specinfer.core.sizes import parse_size
+from specinfer.core.options import parse_size
 from specinfer.core.tree_shape import parse_tree
 from specinfer.model.device import find_device
 from specinfer.model.offload.transfer import CudaTransfer

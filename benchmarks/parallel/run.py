@@ -27,7 +27,7 @@ from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, at_size, find_models
 from specinfer.bench.options import precision_of
 from specinfer.bench.prompts import token_prompts
-from specinfer.core.cpus import usable_cpus
+from specinfer.core.systems import usable_cpus
 from specinfer.core.tree_shape import parse_tree
 from specinfer.planning.cluster import TargetShape
 from specinfer.planning.network import Link

@@ -21,8 +21,8 @@ from benchmarks.peers.report import PeerReport
 from benchmarks.process import Worker, WorkerError
 from specinfer.bench.models import Models
 from specinfer.bench.results import Arm, Run
+from specinfer.core.files import cache_folder
 from specinfer.core.lookups import reserved_names
-from specinfer.core.places import cache_folder
 from specinfer.core.sampling import SamplingParams
 from specinfer.model.definition import load_config
 from specinfer.model.gguf.folder import weights_file

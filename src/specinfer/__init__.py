@@ -3,19 +3,18 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from specinfer.core.cpus import load_openmp
+from specinfer.core.systems import load_openmp
 
 if TYPE_CHECKING:
     from specinfer.async_llm import AsyncLLM
     from specinfer.core.errors import EngineDeadError, ModelError, QueueFullError, RequestError
+    from specinfer.core.limits import SLO, QueueLimits
     from specinfer.core.logprob import Logprob
     from specinfer.core.lora import LoRARequest
     from specinfer.core.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextChunk
-    from specinfer.core.queue_limits import QueueLimits
-    from specinfer.core.reasoning import Reasoning
     from specinfer.core.sampling import RequestOutputKind, SamplingParams
-    from specinfer.core.slo import SLO
     from specinfer.core.structured_outputs import StructuredOutputsParams
+    from specinfer.core.thought import Reasoning
     from specinfer.core.tree import TokenTree
     from specinfer.engine_args import EngineArgs
     from specinfer.generation import Generation
@@ -61,13 +60,13 @@ _HOMES = {
     "Logprob": "core.logprob",
     "ModelError": "core.errors",
     "QueueFullError": "core.errors",
-    "QueueLimits": "core.queue_limits",
-    "Reasoning": "core.reasoning",
+    "QueueLimits": "core.limits",
+    "Reasoning": "core.thought",
     "RequestError": "core.errors",
     "RequestMetrics": "core.outputs",
     "RequestOutput": "core.outputs",
     "RequestOutputKind": "core.sampling",
-    "SLO": "core.slo",
+    "SLO": "core.limits",
     "SamplingParams": "core.sampling",
     "StructuredOutputsParams": "core.structured_outputs",
     "TextChunk": "core.outputs",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 
 from specinfer.core.errors import QueueFullError
-from specinfer.core.queue_limits import QueueLimits
+from specinfer.core.limits import QueueLimits
 from specinfer.core.request import Request
 from specinfer.core.text import counted
 from specinfer.generation import Generation

@@ -17,10 +17,10 @@ from typing import Any, Self, TypeVar
 
 from specinfer.admission import Admission
 from specinfer.core.errors import EngineDeadError
+from specinfer.core.limits import QueueLimits
 from specinfer.core.lora import LoRARequest
 from specinfer.core.outputs import RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
-from specinfer.core.queue_limits import QueueLimits
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.vllm_names import check_call

@@ -25,13 +25,12 @@ from specinfer.core.config import (
     parse_drafters,
 )
 from specinfer.core.errors import check_path
-from specinfer.core.flags import Flag, check_choices, setting, settings_of
+from specinfer.core.limits import SLO
 from specinfer.core.lookups import reserved_names
 from specinfer.core.lora import LoRAConfig
+from specinfer.core.options import Flag, check_choices, parse_size, setting, settings_of
 from specinfer.core.parallel_config import PLACEMENTS, ParallelConfig
 from specinfer.core.progress import ProgressCallback
-from specinfer.core.sizes import parse_size
-from specinfer.core.slo import SLO
 from specinfer.core.vllm_names import takes_vllm_arguments
 from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED
 from specinfer.hub.locate import at_revision

@@ -9,12 +9,12 @@ from typing import Any, NoReturn, Self
 
 from specinfer.core.config import SpeculativeConfig
 from specinfer.core.errors import RequestError, reworded
-from specinfer.core.flags import current_names
+from specinfer.core.limits import SLO
 from specinfer.core.lora import LoRARequest
+from specinfer.core.options import current_names
 from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.slo import SLO
 from specinfer.core.tree_shape import TreeShape
 from specinfer.core.vllm_names import check_call
 from specinfer.drafters import MergedDrafter

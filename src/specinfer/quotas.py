@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from specinfer.core.errors import QuotaError
-from specinfer.core.queue_limits import TenantLimits
+from specinfer.core.limits import TenantLimits
 from specinfer.core.text import counted
 
 _MINUTE = 60.0

@@ -28,7 +28,7 @@ from specinfer.bench.serve_search import highest_rate, next_rate
 from specinfer.bench.serve_table import arm_lines, overhead_line, print_serve
 from specinfer.cli.app import app
 from specinfer.client import open_async_client
-from specinfer.core.slo import SLO
+from specinfer.core.limits import SLO
 from specinfer.reporting.spread import Spread
 from tiny import save_model, save_tokenizer
 

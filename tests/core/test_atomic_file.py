@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.core.atomic_file import write_atomically
+from specinfer.core.files import write_atomically
 
 
 def _full(*_: object) -> None:

@@ -18,8 +18,9 @@ from llguidance import LLParserLimits
 from specinfer import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from specinfer.core.grammar import compiler, matcher
 from specinfer.core.grammar.compiler import GrammarCompiler
-from specinfer.core.grammar.refusals import MAX_CHARACTERS
-from specinfer.core.grammar.state import Grammar, MaskCredit, MaskTime
+from specinfer.core.grammar.lark import MAX_CHARACTERS
+from specinfer.core.grammar.limits import MaskCredit, MaskTime
+from specinfer.core.grammar.state import Grammar
 from specinfer.core.request import FinishReason
 from specinfer.core.text import TextBuffer
 from specinfer.demo.pair import demo_folders

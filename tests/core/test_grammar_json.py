@@ -9,7 +9,7 @@ import pytest
 
 from specinfer import RequestError, StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
-from specinfer.core.grammar.digits import MAX_DIGITS
+from specinfer.core.grammar.limits import MAX_DIGITS
 from specinfer.core.grammar.state import Grammar
 from specinfer.demo.pair import demo_folders
 from specinfer.model.definition import load_tokenizer

@@ -4,7 +4,7 @@ import pytest
 
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.speculation_stats import SpeculationStats
+from specinfer.core.speculation import SpeculationStats
 from specinfer.core.text import TextBuffer
 from specinfer.core.tree import TokenTree
 from tiny import make_request, make_tokenizer

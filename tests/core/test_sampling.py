@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from specinfer.core.limits import SLO
 from specinfer.core.sampling import MAX_LOGPROBS, SamplingParams
-from specinfer.core.slo import SLO
 from specinfer.core.structured_outputs import StructuredOutputsParams
 
 NAN, INF = math.nan, math.inf

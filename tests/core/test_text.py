@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specinfer.core.reasoning import Reasoning
 from specinfer.core.text import TextBuffer
-from specinfer.core.thought import Thought
+from specinfer.core.thought import Reasoning, Thought
 from tiny import VOCAB, make_tokenizer
 
 TOKENIZER = make_tokenizer()

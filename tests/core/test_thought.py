@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference
-from specinfer.core.reasoning import Reasoning
-from specinfer.core.thought import Phase, Thought
+from specinfer.core.thought import Phase, Reasoning, Thought
 
 END_IDS = (2, 7, 2, 3, 4)
 

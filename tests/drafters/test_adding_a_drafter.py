@@ -9,8 +9,8 @@ import pytest
 from specinfer import LLM, SamplingParams
 from specinfer.cli.values import parse_speculative_config
 from specinfer.core.config import DRAFT_SAMPLINGS, SpeculativeConfig
-from specinfer.core.flags import settings_of
 from specinfer.core.lookups import LOOKUPS, LookupKind
+from specinfer.core.options import settings_of
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.engine_args import EngineArgs

@@ -2,7 +2,7 @@
 
 from specinfer import StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
-from specinfer.core.grammar.state import MaskTime
+from specinfer.core.grammar.limits import MaskTime
 from specinfer.core.request import Request
 from specinfer.engine import grammar_turns
 from specinfer.engine.grammar_turns import GrammarTurns

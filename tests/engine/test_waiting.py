@@ -1,8 +1,8 @@
 """Who is next: the tenant that runs least, then the one served least, of its requests by priority, then the first."""
 
+from specinfer.core.limits import SLO
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.slo import SLO
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.model.kv_cache import KVCache

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from specinfer.core.errors import RequestError
-from specinfer.core.reasoning import Reasoning
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.thought import Reasoning
 from specinfer.inputs.arguments import as_list
 from specinfer.inputs.prompts import PromptReader
 from tiny import EOS, VOCAB, make_tokenizer

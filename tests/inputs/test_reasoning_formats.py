@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from call_templates import CALLS, FUNCTIONS, written
-from specinfer.core.reasoning import Reasoning
+from specinfer.core.thought import Reasoning
 from specinfer.inputs.chat.output_formats import OutputFormats
 from specinfer.inputs.formats.calls import HERMES, QWEN3_CODER, SYSTEM_PROMPT_FORMAT
 from specinfer.inputs.formats.parser import OutputParser

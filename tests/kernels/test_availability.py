@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.core.places import cache_folder
+from specinfer.core.files import cache_folder
 from specinfer.kernels import triton as kernels
 
 CPU = torch.device("cpu")

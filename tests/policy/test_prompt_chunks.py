@@ -5,9 +5,9 @@ import pytest
 from benchmarks.batches.server import SimulatedServer
 from simulated_machines import MACHINES, SIZES, SimulatedDrafting, make_costs, make_record, make_span, roofline_costs
 from simulated_server import MachineCosts
+from specinfer.core.limits import SLO
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.slo import SLO
 from specinfer.core.step_record import StepRecord
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.cost_model import CostModel

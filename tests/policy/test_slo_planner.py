@@ -4,9 +4,9 @@ import pytest
 
 from simulated_machines import MACHINES, SIZES, make_costs, make_record, make_span, roofline_costs
 from simulated_server import ArrivingRequests, RequestClass
+from specinfer.core.limits import SLO
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.slo import SLO
 from specinfer.core.tree import OFF, TokenTree
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import FixedPolicy

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 
 from serving import error_of, serve, slow_steps, without_engine
 from specinfer.async_llm import AsyncLLM
-from specinfer.core.queue_limits import QueueLimits
+from specinfer.core.limits import QueueLimits
 from specinfer.llm import LLM
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig

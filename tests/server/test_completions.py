@@ -17,7 +17,7 @@ from serving import events_of, served
 from soak import agree
 from specinfer import LLM, AsyncLLM, QueueLimits, SamplingParams
 from specinfer.core.outputs import CompletionOutput, TextChunk
-from specinfer.core.step_trace import StepTrace, TracedNode
+from specinfer.core.speculation import StepTrace, TracedNode
 from specinfer.server.field_checks import IGNORED_HEADER
 from specinfer.server.generations import finish_all
 from tiny import save_model, save_tokenizer

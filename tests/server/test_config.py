@@ -18,7 +18,7 @@ from specinfer.cli.options import ServedOptions
 from specinfer.cli.serve import _keep_files
 from specinfer.cli.serve_options import ServerOptions
 from specinfer.cli.values import join_dotted
-from specinfer.core.queue_limits import QueueLimits, TenantLimits
+from specinfer.core.limits import QueueLimits, TenantLimits
 from specinfer.server import process
 from specinfer.server.config import ServerConfig
 from specinfer.server.keys import ROLES, KeySettings

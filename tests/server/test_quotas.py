@@ -11,7 +11,7 @@ import pytest
 
 from serving import error_of, serve, slow_steps
 from specinfer import QueueLimits
-from specinfer.core.queue_limits import TenantLimits
+from specinfer.core.limits import TenantLimits
 from specinfer.llm import LLM
 from specinfer.quotas import Quotas
 from specinfer.server.keys import KeySettings

@@ -18,7 +18,7 @@ import pytest
 from serving import error_of, slow_steps
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.errors import ModelError
-from specinfer.core.queue_limits import QueueLimits
+from specinfer.core.limits import QueueLimits
 from specinfer.engine.engine import Engine
 from specinfer.inputs.job_reader import JobReader
 from specinfer.llm import LLM

@@ -36,14 +36,14 @@ _LEFT_OUT = (ast.Assert, ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom, a
 _TREES = ("verify/test_verify.py", "verify/test_known_wrong.py", "verify/test_exactness.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "core/config.py": ("core/test_config.py", "test_engine_args.py"),
-    "core/cpus.py": ("core/test_cpus.py",),
+    "core/systems.py": ("core/test_cpus.py",),
     "core/noise.py": ("core/test_noise.py",),
     "core/request.py": ("core/test_request.py", "engine/test_engine.py"),
     "core/sampling.py": ("core/test_sampling.py", "verify/test_logits.py", "verify/test_verify.py"),
     "core/text.py": ("core/test_text.py",),
     "core/token_counts.py": ("verify/test_logits.py",),
     "core/tree.py": ("core/test_tree.py", "drafters/growth/test_expansion.py", "drafters/test_drafters.py"),
-    "core/grammar/refusals.py": ("core/test_grammar.py", "core/test_repetition.py"),
+    "core/grammar/lark.py": ("core/test_grammar.py", "core/test_repetition.py"),
     "core/grammar/state.py": ("core/test_grammar.py",),
     "verify/batch.py": ("verify/test_verify.py", "engine/test_engine.py"),
     "verify/device_batch.py": ("verify/test_device_batch.py",),

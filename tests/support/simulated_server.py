@@ -7,9 +7,9 @@ import numpy as np
 
 from benchmarks.batches.server import SimulatedServer
 from simulated_machines import SimulatedDrafting
+from specinfer.core.limits import SLO
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.slo import SLO
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.cost_model import CostModel

@@ -29,7 +29,7 @@ if not torch.cuda.is_available():
 
 from hypothesis import HealthCheck, settings
 
-from specinfer.core.places import cache_folder
+from specinfer.core.files import cache_folder
 from specinfer.core.request import Request
 from specinfer.demo import pair
 from specinfer.engine.device.executor import DeviceExecutor

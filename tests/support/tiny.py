@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers import __version__ as transformers_version
 
-from specinfer.core.flags import settings_of
+from specinfer.core.options import settings_of
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree, TreeBudget

@@ -36,8 +36,7 @@ from enumeration import (
     total_variation,
 )
 from slow_growth import F32, Wish, slow_tree, tree_one_by_one
-from specinfer.core.reasoning import Reasoning
-from specinfer.core.thought import Thought
+from specinfer.core.thought import Reasoning, Thought
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.growth import expansion

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 import reference
 from specinfer.core.grammar.state import Bits
 from specinfer.core.logprob import with_texts
-from specinfer.core.reasoning import Reasoning
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.thought import Thought
+from specinfer.core.thought import Reasoning, Thought
 from specinfer.verify.logits import AskedLogprobs, adjust, process_logits, top_logprobs, truncate
 
 VOCAB = 12

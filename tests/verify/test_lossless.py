@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 import reference
 from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.noise import derive_seed
-from specinfer.core.reasoning import Reasoning
 from specinfer.core.request import FinishReason, Request
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.thought import Thought
+from specinfer.core.thought import Reasoning, Thought
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import Drafter, MergedDrafter, NGramDrafter, SmallModelDrafter, SuffixDrafter, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.core.atomic_file import write_atomically
+from specinfer.core.files import write_atomically
 
 _FINAL_SCALE = 0.02
 

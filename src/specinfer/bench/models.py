@@ -18,8 +18,8 @@ from specinfer.bench.grow import grow_folder
 from specinfer.bench.grow_head import GROWABLE, grow_head, grown_parameters, head_shape
 from specinfer.bench.shape import Shape, shape_for, shape_of
 from specinfer.core.config import OffloadConfig, parse_drafters
+from specinfer.core.files import cache_folder
 from specinfer.core.lookups import reserved_names
-from specinfer.core.places import cache_folder
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES, find_device
 from specinfer.model.folder import TOKEN_MAP, count_parameters

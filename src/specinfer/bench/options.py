@@ -16,9 +16,9 @@ from specinfer.core.config import (
     check_verification,
     parse_select,
 )
+from specinfer.core.options import parse_size
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.sampling import MAX_SEED, SamplingParams
-from specinfer.core.sizes import parse_size
 from specinfer.core.tree_shape import parse_tree
 from specinfer.demo.chat_model import CHAT
 

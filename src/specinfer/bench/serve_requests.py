@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.bench.serve_plans import DATASETS, TRACE, ServeConfig
-from specinfer.core.slo import SLO
+from specinfer.core.limits import SLO
 from specinfer.demo.corpus import heldout_prompts
 
 _TRACE_FILE = Path(__file__).with_name("serve_trace.jsonl")

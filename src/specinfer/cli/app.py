@@ -21,7 +21,7 @@ from specinfer.cli.serve_bench import serve as bench_serve
 from specinfer.cli.text import chat, complete, run
 from specinfer.cli.trace import trace
 from specinfer.cli.tune import tune
-from specinfer.core.cpus import load_openmp
+from specinfer.core.systems import load_openmp
 
 app = typer.Typer(
     name="specinfer",

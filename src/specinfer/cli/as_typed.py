@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from specinfer.core.flags import settings_of
+from specinfer.core.options import settings_of
 from specinfer.engine_args import EngineArgs
 
 KEYS = "specinfer.keys"  # in the metadata of a context: keys of the configuration file, by parameter

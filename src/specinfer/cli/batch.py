@@ -91,7 +91,7 @@ async def _serve(
 
     from specinfer.async_llm import AsyncLLM
     from specinfer.core.errors import EngineDeadError
-    from specinfer.core.queue_limits import QueueLimits
+    from specinfer.core.limits import QueueLimits
     from specinfer.server.app import create_app
     from specinfer.server.batch import BatchResponse, Body, ServerGoneError, run_lines
     from specinfer.server.config import ServerConfig

@@ -22,7 +22,7 @@ from specinfer.cli.as_typed import as_typed, name_of
 from specinfer.cli.help_text import Command, Group
 from specinfer.cli.values import join_dotted, warn_renamed
 from specinfer.core.errors import ModelError, RequestError, file_error
-from specinfer.core.flags import settings_of
+from specinfer.core.options import settings_of
 from specinfer.core.vllm_names import without_vllm_flags
 from specinfer.core.vllm_tables import ENGINE
 from specinfer.engine_args import EngineArgs

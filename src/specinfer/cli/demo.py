@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # importing these imports torch, which takes seconds
 
     from specinfer.bench.latency_report import LatencyReport
     from specinfer.core.request import Request
+    from specinfer.core.speculation import StepTrace
     from specinfer.core.step_record import StepRecord
-    from specinfer.core.step_trace import StepTrace
     from specinfer.core.tree import TokenTree
     from specinfer.llm import LLM
     from specinfer.verify import Acceptance

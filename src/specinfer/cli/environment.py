@@ -5,8 +5,7 @@ from importlib import metadata
 import typer
 
 import specinfer
-from specinfer.core.cpus import usable_cpus
-from specinfer.core.systems import installed_memory
+from specinfer.core.systems import installed_memory, usable_cpus
 
 
 def collect_env() -> None:

@@ -16,8 +16,8 @@ from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_drafters, parse_speculative_config
 from specinfer.core.errors import ModelError
-from specinfer.core.flags import Flag, settings_of
 from specinfer.core.lookups import quoted_lookups, reserved_names
+from specinfer.core.options import Flag, settings_of
 from specinfer.core.parallel_config import find_place
 from specinfer.core.progress import ProgressCallback
 from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED, MISSING, default_model, find_chat_model

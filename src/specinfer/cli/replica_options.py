@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from specinfer.cli.options import flag
-from specinfer.core.cpus import usable_cpus
+from specinfer.core.systems import usable_cpus
 from specinfer.server.replicas.settings import Resources, Scaling, read_counts
 
 _REPLICAS = "Replicas"

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from specinfer.cli.options import flag
+from specinfer.core.limits import QueueLimits
 from specinfer.core.lora import parse_modules
-from specinfer.core.queue_limits import QueueLimits
 from specinfer.server.config import ServerConfig
 from specinfer.server.keys import read_key_file
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specinfer.core.flags import current_names
+from specinfer.core.options import current_names
 from specinfer.core.vllm_names import from_speculative_config
 from specinfer.engine_args import EngineArgs
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specinfer.core.errors import check_float, check_int, check_path
 from specinfer.core.lookups import quoted_lookups, reserved_names
-from specinfer.core.sizes import parse_size
+from specinfer.core.options import parse_size
 from specinfer.core.tree_shape import TreeShape, parse_count, parse_tree
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")

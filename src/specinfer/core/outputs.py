@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
-from specinfer.core.step_trace import StepTrace
+from specinfer.core.speculation import StepTrace
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from specinfer.core.grammar.state import Grammar
+from specinfer.core.limits import SLO
 from specinfer.core.logprob import Logprob
 from specinfer.core.lora import Adapter
 from specinfer.core.noise import UniformStream, derive_seed
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.slo import SLO
-from specinfer.core.speculation_stats import SpeculationStats
-from specinfer.core.step_trace import StepTrace
+from specinfer.core.speculation import SpeculationStats, StepTrace
 from specinfer.core.text import TextBuffer
 from specinfer.core.thought import Thought
 from specinfer.core.token_counts import TokenCounts

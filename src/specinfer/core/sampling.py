@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Self, TypeVar
 
 from specinfer.core.errors import as_python, as_tuple, check_float, check_int
-from specinfer.core.slo import SLO
+from specinfer.core.limits import SLO
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree_shape import parse_tree
 from specinfer.core.vllm_names import check_arguments, without_vllm_names

@@ -8,8 +8,8 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from specinfer.core.errors import as_python
-from specinfer.core.flags import current_names
 from specinfer.core.lookups import MTP, quoted_lookups, reserved_names
+from specinfer.core.options import current_names
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.core.vllm_tables import CALLS, ENGINE, METHODS, SPECULATIVE, VllmName
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
-from specinfer.core.places import cache_folder
+from specinfer.core.files import cache_folder
 from specinfer.demo.chat_model import OTHERS, PACKED_HEADS
 from specinfer.kernels.quantization import dequantize
 from specinfer.kernels.quantized_weight import QuantizedWeight

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from specinfer.core.grammar.state import MaskCredit
+from specinfer.core.grammar.limits import MaskCredit
 from specinfer.core.request import Request
 
 _MAX_TENANTS = 1024  # whose credit is kept after their last request

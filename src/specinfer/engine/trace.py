@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.request import Request
-from specinfer.core.step_trace import StepTrace, TracedNode
+from specinfer.core.speculation import StepTrace, TracedNode
 from specinfer.core.tree import TokenTree
 from specinfer.verify import Acceptance
 

@@ -13,9 +13,8 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from specinfer.core.atomic_file import write_atomically
 from specinfer.core.errors import ModelError
-from specinfer.core.places import cache_folder
+from specinfer.core.files import cache_folder, write_atomically
 from specinfer.hub.files import PICKLE, gguf_parts, needed_files
 
 _CHECKSUM = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")

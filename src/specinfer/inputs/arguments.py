@@ -5,9 +5,9 @@ from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
 from specinfer.core.errors import RequestError, as_python
 from specinfer.core.lora import LoRARequest
-from specinfer.core.reasoning import Reasoning
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.text import counted
+from specinfer.core.thought import Reasoning
 
 T = TypeVar("T")
 _MAX_BRIEF = 1 << 12  # tokens of all outputs of a request that takes less time than another thread's turn

@@ -4,10 +4,10 @@ import itertools
 from dataclasses import replace
 
 from specinfer.core.errors import ModelError, RequestError
+from specinfer.core.limits import SLO
 from specinfer.core.lora import LoRARequest
 from specinfer.core.noise import derive_seed
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.slo import SLO
 from specinfer.inputs.arguments import Prompt
 from specinfer.inputs.job import Job
 from specinfer.inputs.prompts import PromptReader

@@ -11,12 +11,11 @@ from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.state import Grammar
 from specinfer.core.logprob import Logprob
 from specinfer.core.lora import Adapter
-from specinfer.core.reasoning import Reasoning
 from specinfer.core.request import Request
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.text import TextBuffer
-from specinfer.core.thought import Thought
+from specinfer.core.thought import Reasoning, Thought
 from specinfer.inputs.arguments import Message, Prompt, text_of
 from specinfer.inputs.formats.calls import CallFormat
 from specinfer.inputs.formats.lark import SpecialToken

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from specinfer.core.bounded_process import Caller
-from specinfer.core.cpus import usable_cpus
 from specinfer.core.errors import EngineDeadError, QueueFullError
+from specinfer.core.systems import usable_cpus
 
 T = TypeVar("T")
 

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 import torch
 
-from specinfer.core.cpus import usable_cpus
-from specinfer.core.systems import call_c
+from specinfer.core.systems import call_c, usable_cpus
 
 _LAYOUT = 32  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds

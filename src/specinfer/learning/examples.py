@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from specinfer.core.atomic_file import write_atomically
 from specinfer.core.errors import first_line
+from specinfer.core.files import write_atomically
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.verify import Acceptance

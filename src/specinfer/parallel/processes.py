@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specinfer.core.cpus import usable_cpus
-from specinfer.core.systems import child_environment
+from specinfer.core.systems import child_environment, usable_cpus
 
 _THREADS = "OMP_NUM_THREADS"
 

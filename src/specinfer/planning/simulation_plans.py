@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from specinfer.bench.options import check_distinct, check_whole
 from specinfer.core.errors import check_float
-from specinfer.core.sizes import parse_size
+from specinfer.core.options import parse_size
 from specinfer.planning.cluster import Cluster, RankCosts, Split, TargetShape
 from specinfer.planning.network import Floats, Link, parse_rate, parse_seconds
 from specinfer.planning.simulation import Round, group_step, groups_of, simulate

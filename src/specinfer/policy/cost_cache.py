@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from specinfer import kernels
-from specinfer.core.atomic_file import write_atomically
-from specinfer.core.cpus import usable_cpus
-from specinfer.core.places import cache_folder
+from specinfer.core.files import cache_folder, write_atomically
 from specinfer.core.progress import ProgressCallback
+from specinfer.core.systems import usable_cpus
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.merge.merged import MergedDrafter, parts_of, reads_prompts
 from specinfer.model.device import device_name

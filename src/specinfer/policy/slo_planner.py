@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from specinfer.core.limits import SLO
 from specinfer.core.request import Request, Span
-from specinfer.core.slo import SLO
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.policy.cost_model import CostModel

@@ -10,8 +10,8 @@ from fastapi import Request
 
 from specinfer.core.errors import ContextLengthError, RequestError, too_long
 from specinfer.core.lora import LoRARequest
-from specinfer.core.reasoning import Reasoning
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.thought import Reasoning
 from specinfer.core.tree_shape import parse_tree
 from specinfer.generation import Generation
 from specinfer.server.auth import body_size_of, cache_salt_of, tenant_of

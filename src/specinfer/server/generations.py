@@ -7,7 +7,7 @@ from contextlib import aclosing
 from specinfer.core.errors import RequestError
 from specinfer.core.outputs import CompletionOutput, TextChunk
 from specinfer.core.request import Fault, Request
-from specinfer.core.step_trace import StepTrace
+from specinfer.core.speculation import StepTrace
 from specinfer.generation import Generation
 from specinfer.server.errors import ApiError, as_api_error
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 
-from specinfer.core.queue_limits import TenantLimits
+from specinfer.core.limits import TenantLimits
 
 ROLES = frozenset({"admin", "generate", "metrics"})
 MIN_KEY_LENGTH = 8

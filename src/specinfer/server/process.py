@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specinfer.async_llm import AsyncLLM
-from specinfer.core.queue_limits import QueueLimits
+from specinfer.core.limits import QueueLimits
 from specinfer.core.systems import raise_max_descriptors, stop_signals
 from specinfer.llm import LLM
 from specinfer.server import logs

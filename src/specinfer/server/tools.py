@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specinfer.core.errors import RequestError
-from specinfer.core.reasoning import Reasoning
 from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.core.thought import Reasoning
 from specinfer.inputs.formats.argument_grammar import CallableFunction
 from specinfer.inputs.formats.call_grammar import CallGrammar
 from specinfer.inputs.formats.calls import SYSTEM_PROMPT_FORMAT, CallFormat

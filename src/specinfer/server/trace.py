@@ -20,8 +20,8 @@ from torch import Tensor
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.speculation import StepTrace
 from specinfer.core.step_record import StepRecord
-from specinfer.core.step_trace import StepTrace
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree import TokenTree
 from specinfer.engine.trace import target_probs, trace_step

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specinfer.core.flags import current_names
+from specinfer.core.options import current_names
 from specinfer.core.parallel_config import Place, find_place
 from specinfer.drafters.remote.process import MODULE, make_job, work_at
 from specinfer.engine_args import EngineArgs

@@ -21,10 +21,9 @@ from specinfer.core.config import DRAFT_SAMPLINGS, SpeculativeConfig
 from specinfer.core.errors import RanksError
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.parallel_config import ParallelConfig
-from specinfer.core.reasoning import Reasoning
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.thought import Thought
+from specinfer.core.thought import Reasoning, Thought
 from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter, RemoteDrafter, SmallModelDrafter, make_drafter
 from specinfer.drafters.merge.guarded import MAX_FAILURES

@@ -12,7 +12,7 @@ from on_device import executor_of, load_plain, make_device_engine, run_on_device
 from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.step_trace import StepTrace
+from specinfer.core.speculation import StepTrace
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked, read_logprobs, result_shapes, write_logprobs

@@ -11,9 +11,8 @@ from late_stream import LateStream, make_executor_late
 from on_device import WAYS, check_left, executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams, StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
-from specinfer.core.reasoning import Reasoning
 from specinfer.core.request import Request
-from specinfer.core.thought import Thought
+from specinfer.core.thought import Reasoning, Thought
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.masks import TokenMasks
 from specinfer.model.load import LoadedModel

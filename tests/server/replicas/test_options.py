@@ -15,7 +15,7 @@ from specinfer.cli import replica_deployment
 from specinfer.cli.app import app
 from specinfer.cli.replica_options import ReplicaOptions
 from specinfer.cli.serve_replicas import build
-from specinfer.core.cpus import usable_cpus
+from specinfer.core.systems import usable_cpus
 from specinfer.server import logs
 
 

@@ -11,9 +11,8 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from specinfer.core.grammar.json_schema import Ignored, prepare
-from specinfer.core.grammar.lark import plain_lark
+from specinfer.core.grammar.lark import plain_lark, refusal, remedy, shortened, too_long
 from specinfer.core.grammar.matcher import make_matcher
-from specinfer.core.grammar.refusals import refusal, remedy, shortened, too_long
 from specinfer.core.grammar.schema_values import TYPES
 
 _OPTIONS = "x-guidance"  # a keyword at the top of a schema, with llguidance's options

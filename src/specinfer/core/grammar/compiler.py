@@ -8,10 +8,10 @@ from typing import Any
 
 from specinfer.core.errors import RequestError
 from specinfer.core.grammar.checks import Checked, check
-from specinfer.core.grammar.digits import DigitLimit
+from specinfer.core.grammar.lark import shortened
+from specinfer.core.grammar.limits import DigitLimit, MaskTime
 from specinfer.core.grammar.matcher import make_matcher, make_tokenizer
-from specinfer.core.grammar.refusals import shortened
-from specinfer.core.grammar.state import Grammar, MaskTime
+from specinfer.core.grammar.state import Grammar
 from specinfer.core.grammar.trial import CPU_SECONDS, GrammarTrials
 from specinfer.core.structured_outputs import StructuredOutputsParams
 

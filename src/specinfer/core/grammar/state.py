@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -13,57 +12,10 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
-from specinfer.core.grammar.digits import DigitLimit
+from specinfer.core.grammar.limits import SECONDS_PER_TOKEN, DigitLimit, MaskCredit, MaskTime
 
 Bits = npt.NDArray[np.uint8]
 _MAX_RESTARTS = 4  # new matchers for one output; after these, all proposed tokens are illegal
-_SECONDS_PER_TOKEN = 0.002  # of processor time that each token adds; masks of real schemas take a fifth of it
-_MAX_CREDIT = 0.25  # seconds
-_SHARE = 0.05  # of the time that goes by, which becomes credit
-
-
-@dataclass(slots=True)
-class MaskTime:
-    """Processor time that the masks of all outputs of a request take, in seconds.
-
-    Attributes:
-        most: Limit before what each token adds.
-        own, guesses: Spent on the outputs, and because of proposed tokens.
-    """
-
-    most: float = math.inf
-    num_tokens: int = 0
-    own: float = 0.0
-    guesses: float = 0.0
-
-    @property
-    def allowed(self) -> float:
-        return self.most + _SECONDS_PER_TOKEN * self.num_tokens
-
-
-class MaskCredit:
-    """Processor time that the masks of all requests of one tenant may take, which comes back with time and with tokens.
-
-    What one request may take is limited by `MaskTime`, and a tenant may send many.
-    """
-
-    def __init__(self) -> None:
-        self._left, self._counted_at = _MAX_CREDIT, time.monotonic()
-
-    @property
-    def left(self) -> float:
-        """Seconds that are left; below 0 after masks that took more."""
-        now = time.monotonic()
-        self._left = min(_MAX_CREDIT, self._left + (now - self._counted_at) * _SHARE)
-        self._counted_at = now
-        return self._left
-
-    @property
-    def is_full(self) -> bool:
-        return self.left >= _MAX_CREDIT
-
-    def add(self, seconds: float) -> None:
-        self._left = min(_MAX_CREDIT, self.left + seconds)
 
 
 def has_bit(bits: Bits, token: int) -> bool:
@@ -189,7 +141,7 @@ class Grammar:
             self._said.append(token)
             self._time.num_tokens += 1
             if self.credit is not None:
-                self.credit.add(2 * _SECONDS_PER_TOKEN)  # for the output and for proposed tokens
+                self.credit.add(2 * SECONDS_PER_TOKEN)  # for the output and for proposed tokens
         self._bits.clear()
         self._ends.clear()
 

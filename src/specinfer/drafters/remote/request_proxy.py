@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from specinfer.core.grammar.state import Grammar
-from specinfer.core.reasoning import Reasoning
 from specinfer.core.request import DRAWS_EACH, Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
-from specinfer.core.thought import Decode, Thought
+from specinfer.core.thought import Decode, Reasoning, Thought
 
 # The sampling parameters that drafts depend on.
 _PARAMS = (

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from specinfer.core.config import AUTO, NONE
-from specinfer.core.reasoning import Reasoning
+from specinfer.core.thought import Reasoning
 from specinfer.inputs.formats.calls import CALL_FORMATS, CallFormat
 from specinfer.inputs.formats.detection import find_format
 from specinfer.inputs.formats.reasoning import REASONING_FORMATS, ReasoningFormat, find_reasoning

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from specinfer.core.reasoning import Reasoning
 from specinfer.core.text import overlap
+from specinfer.core.thought import Reasoning
 from specinfer.inputs.formats.call_reader import CallReader, OutputDelta
 from specinfer.inputs.formats.calls import CallFormat
 from specinfer.inputs.formats.harmony import read_channels

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.errors import first_line
-from specinfer.core.places import cache_folder
+from specinfer.core.files import cache_folder
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., object])

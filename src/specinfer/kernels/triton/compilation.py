@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
-from specinfer.core.cpus import usable_cpus
+from specinfer.core.systems import usable_cpus
 
 _MAX_THREADS = 16  # each may run an assembler, which takes some hundred MiB
 _LOCK = threading.Lock()

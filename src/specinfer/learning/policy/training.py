@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specinfer.core.atomic_file import write_atomically
+from specinfer.core.files import write_atomically
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.demo import corpus
 from specinfer.learning.policy.network_training import LoggedSteps, evaluate_network, fixed_rates, train_network

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specinfer.core.atomic_file import write_atomically
+from specinfer.core.files import write_atomically
 from specinfer.learning.tune.initial_weights import InitialWeights, check_vocabulary, parse_initial_weights
 from specinfer.learning.tune.options import TuneConfig
 from specinfer.reporting.files import write_json

@@ -19,8 +19,8 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 
-from specinfer.core.atomic_file import write_atomically
 from specinfer.core.errors import file_error
+from specinfer.core.files import write_atomically
 from specinfer.core.noise import derive_seed
 from specinfer.learning.distillation import draft_logits_of, restrict, training_loss
 from specinfer.learning.examples import Batch, DamagedError, TrainingExample, collate

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.core.errors import ModelError
-from specinfer.core.places import cache_folder
+from specinfer.core.files import cache_folder
 from specinfer.hub.files import GGUF_LINK, TEMPLATE_FOLDER
 from specinfer.model.gguf.config import read_config
 from specinfer.model.gguf.header import GgufError, GgufHeader, read_header

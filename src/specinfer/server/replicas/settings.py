@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specinfer.core.errors import check_float, check_int
-from specinfer.core.queue_limits import QueueLimits
+from specinfer.core.limits import QueueLimits
 from specinfer.engine_args import EngineArgs
 from specinfer.server.config import ServerConfig
 

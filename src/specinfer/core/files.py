@@ -1,9 +1,14 @@
-"""Files that are written completely or not at all."""
+"""Files that are stored between runs: their folder, and writes that are complete or do not happen."""
 
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Return SpecInfer's folder in the user's cache, which XDG_CACHE_HOME may move. It need not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specinfer"
 
 
 def write_atomically(path: Path, write: Callable[[Path], object], *, is_shared: bool = False) -> None:
