@@ -72,7 +72,7 @@ class LoadedTimes:
     fault: str | None
 
     def as_dict(self) -> dict[str, object]:
-        spreads = {name: Spread.of(times).as_dict() for name, times in self.seconds.items() if times}
+        spreads = {name: Spread.from_values(times).as_dict() for name, times in self.seconds.items() if times}
         return {"types": self.types, "num_bytes": self.num_bytes, "seconds": spreads, "fault": self.fault}
 
 
@@ -167,4 +167,4 @@ def print_loading(report: LoadingReport, console: Console) -> None:
 
 def _shown(row: LoadedTimes, name: str) -> str:
     times = row.seconds[name]
-    return f"{Spread.of(times).median:.2f}" if times else "-"
+    return f"{Spread.from_values(times).median:.2f}" if times else "-"

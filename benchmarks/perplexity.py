@@ -144,7 +144,7 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
             if config.peer is not None:
                 size = Path(config.model).stat().st_size
                 scores.append(score_of(config.peer, size, _peer(config.model, max(map(len, texts)))))
-            environment = Environment.of(exact, {})
+            environment = Environment.from_llm(exact, {})
     report = PerplexityReport(tuple(scores), len(texts), options_of(config), environment)
     write_files(report, config.json, config.plot, plot_perplexity)
     return report

@@ -42,15 +42,15 @@ class AttentionTimes:
     @property
     def over_torch(self) -> Spread:
         """PyTorch's time divided by ours in each repeat."""
-        return Spread.of(b / a for a, b in zip(self.seconds, self.torch_seconds, strict=True))
+        return Spread.from_values(b / a for a, b in zip(self.seconds, self.torch_seconds, strict=True))
 
     def of_floor(self, bytes_per_second: float) -> float:
         """Return the share of the median call's time that reading its keys and values takes at this rate."""
-        return self.num_bytes / bytes_per_second / Spread.of(self.seconds).median
+        return self.num_bytes / bytes_per_second / Spread.from_values(self.seconds).median
 
     def as_dict(self, bytes_per_second: float) -> dict[str, object]:
         """Return the times as values that JSON can hold."""
-        us, torch_us = (Spread.of(1e6 * one for one in arm) for arm in (self.seconds, self.torch_seconds))
+        us, torch_us = (Spread.from_values(1e6 * one for one in arm) for arm in (self.seconds, self.torch_seconds))
         return {
             "requests": self.requests,
             "nodes": self.nodes,

@@ -50,7 +50,7 @@ class ArmTimes:
     seconds: Mapping[Pass, tuple[float, ...]]
 
     def ms(self, timed: Pass) -> Spread:
-        return Spread.of(1000 * seconds for seconds in self.seconds[timed])
+        return Spread.from_values(1000 * seconds for seconds in self.seconds[timed])
 
     def sizes(self, kind: str) -> list[int]:
         """Return the measured sizes of one kind, ascending."""
@@ -99,7 +99,7 @@ class KernelsReport:
     @property
     def rounds(self) -> Spread:
         """Bytes per second of the best way in each round, which shows how steady the machine was."""
-        return Spread.of(map(max, zip(*self.bandwidth.values(), strict=True)))
+        return Spread.from_values(map(max, zip(*self.bandwidth.values(), strict=True)))
 
     def over_torch(self, times: ArmTimes, timed: Pass) -> Spread | None:
         """Return PyTorch's time in the same dtype divided by this arm's in each repeat, or None for PyTorch itself."""
@@ -172,7 +172,7 @@ def prompt_rate(times: ArmTimes) -> float:
 
 
 def _ratios(above: tuple[float, ...], below: tuple[float, ...]) -> Spread:
-    return Spread.of(a / b for a, b in zip(above, below, strict=True))
+    return Spread.from_values(a / b for a, b in zip(above, below, strict=True))
 
 
 def print_kernels(report: KernelsReport, console: Console) -> None:
@@ -239,7 +239,7 @@ def _print_others(report: KernelsReport, console: Console) -> None:
 
 def _print_attention(report: KernelsReport, console: Console) -> None:
     def us(times: AttentionTimes) -> Spread:
-        return Spread.of(1e6 * seconds for seconds in times.seconds)
+        return Spread.from_values(1e6 * seconds for seconds in times.seconds)
 
     columns = (
         Column[AttentionTimes]("requests", lambda times: str(times.requests), label=True),
@@ -248,7 +248,7 @@ def _print_attention(report: KernelsReport, console: Console) -> None:
         Column[AttentionTimes](
             "quartiles", lambda times: f"{us(times).lower_quartile:.1f}-{us(times).upper_quartile:.1f}"
         ),
-        Column[AttentionTimes]("torch", lambda times: f"{1e6 * Spread.of(times.torch_seconds).median:.1f}"),
+        Column[AttentionTimes]("torch", lambda times: f"{1e6 * Spread.from_values(times.torch_seconds).median:.1f}"),
         Column[AttentionTimes]("over torch", lambda times: f"{times.over_torch.median:.2f}"),
         Column[AttentionTimes]("of memory", lambda times: f"{times.of_floor(report.limit):.0%}"),
     )

@@ -132,7 +132,7 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Kernel
                         seconds[subject.arm][timed].append(subject.time(timed))
                         progress.advance()
         attention = _time_attention(target, config, progress) if device.type == "cuda" else ()
-        environment = Environment.of_model(target, models.drafter_parameters)
+        environment = Environment.from_model(target, models.drafter_parameters)
     report = KernelsReport(
         arms=tuple(
             ArmTimes(s.arm, s.weight_bytes, {timed: tuple(times) for timed, times in seconds[s.arm].items()})

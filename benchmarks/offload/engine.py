@@ -98,7 +98,7 @@ class OwnEngine:
             "num_layers": 0 if stream is None else stream.num_layers,
             "num_resident": 0 if stream is None else stream.num_resident,
             "bytes_per_pass": 0 if stream is None else stream.bytes_per_pass,
-            "environment": Environment.of(llm, job.drafter_parameters).as_dict(),
+            "environment": Environment.from_llm(llm, job.drafter_parameters).as_dict(),
         }
 
     def measure(self, ask: OwnAsk) -> dict[str, Any]:

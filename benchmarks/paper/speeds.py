@@ -145,7 +145,7 @@ def figure11(config: PaperConfig, console: Console | None) -> Part:
         names = (PLAIN, _TREE, _SEQUENCES)
         turns = list(schedule(wanted, len(session.prompts.token_ids), names))
         runs = take_turns(turns, session.progress, measure, check)
-        environment = Environment.of(llm, session.models.drafter_parameters)
+        environment = Environment.from_llm(llm, session.models.drafter_parameters)
     results = []
     for size in config.batch_sizes:
         plain, *others = (Arm(name, tuple(runs[size, name])) for name in names)

@@ -103,7 +103,7 @@ class ParallelEngine:
         loaded = llm.target.loaded
         return {
             "num_bytes": loaded.num_bytes,
-            "environment": Environment.of(llm, job.drafter_parameters).as_dict(),
+            "environment": Environment.from_llm(llm, job.drafter_parameters).as_dict(),
         }
 
     def costs(self) -> CostModel:

@@ -31,7 +31,7 @@ def peer_partings(plain: Arm, peer: Arm) -> list[int]:
 def _ratio(ours: Arm, peer: Arm, value: Any) -> Spread:
     pairs = list(zip(ours.runs, peer.runs, strict=True))
     assert all((mine.repeat, mine.prompts) == (run.repeat, run.prompts) for mine, run in pairs)
-    return Spread.of(value(mine) / value(run) for mine, run in pairs)
+    return Spread.from_values(value(mine) / value(run) for mine, run in pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class ScheduleReport:
     def paired(self, name: str, base: str, part: str) -> Spread:
         """Return the same ratio for each pair of runs."""
         pairs = zip(self.arm(name, part).runs, self.arm(base, part).runs, strict=True)
-        return Spread.of(run.tokens_per_second / other.tokens_per_second for run, other in pairs)
+        return Spread.from_values(run.tokens_per_second / other.tokens_per_second for run, other in pairs)
 
     def num_partings(self, name: str) -> int:
         """Return the number of outputs that differ from plain decoding."""

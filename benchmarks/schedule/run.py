@@ -83,7 +83,7 @@ def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Sche
                     check_equal(turn, made)
 
             runs = take_turns(turns, progress, measure, check)
-            environment = Environment.of(llm, models.drafter_parameters)
+            environment = Environment.from_llm(llm, models.drafter_parameters)
     learned = policies[LEARNED]
     assert isinstance(learned, LearnedPolicy)
     arms = [Arm(name, tuple(runs[1, name])) for name in policies]

@@ -231,7 +231,7 @@ class EngineArgs:
         self._name_revisions()
         # Each of them checks its fields.
         _ = self.engine_config, self.offload_config, self.parallel_config, self.speculative_config, self.lora_config
-        SLO.of(self.slo)
+        SLO.parse(self.slo)
         check_device(self.device)
         if self.adapt_dir is not None and not self.adapt_drafters:
             raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")

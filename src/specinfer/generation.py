@@ -109,7 +109,7 @@ class Generation:
                     continue
                 grown |= {i: TextChunk.joined([grown[i], chunk]) if i in grown else chunk for i, chunk in new.items()}
                 shown = new if kind is RequestOutputKind.DELTA else grown
-                parts = [CompletionOutput.of_chunk(shown[i], grown[i].logprob) for i in sorted(shown)]
+                parts = [CompletionOutput.from_chunk(shown[i], grown[i].logprob) for i in sorted(shown)]
                 if not self.has_more:
                     yield self._last(parts if kind is RequestOutputKind.DELTA else None)
                 elif parts:

@@ -75,7 +75,7 @@ class LLM:
                 self.tokenizer, loaded.vocab_size, self.max_model_len, loaded.eos_token_ids,
                 reasoning_parser=args.reasoning_parser, tool_call_parser=args.tool_call_parser,
             )  # fmt: skip
-            self.jobs = JobReader(self.reader, self.adapters, SLO.of(args.slo), args.seed)
+            self.jobs = JobReader(self.reader, self.adapters, SLO.parse(args.slo), args.seed)
             self.speculate(speculative, progress)
             if args.adapt_drafters:
                 asked = () if self.drafter is None else self.drafter.drafters

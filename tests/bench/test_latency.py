@@ -154,8 +154,8 @@ def test_the_parts_of_a_pass_sum_to_the_time(report: LatencyReport) -> None:
 
 
 def test_spread() -> None:
-    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0, 1.0, 5.0)
-    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0, 2.0, 2.0)
+    assert Spread.from_values([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0, 1.0, 5.0)
+    assert Spread.from_values([2.0]) == Spread(2.0, 2.0, 2.0, 2.0, 2.0)
     assert first_difference([1, 2, 3], [1, 2, 4]) == 2
     assert first_difference([1, 2], [1, 2]) == 2
 

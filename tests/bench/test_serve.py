@@ -452,7 +452,7 @@ def test_a_request_sent_alone_is_measured_as_among_others(server: FakeServer) ->
 
 
 def test_overhead_is_reported() -> None:
-    overhead = Overhead(Spread.of([0.5, 0.7]), Spread.of([2.0]), Spread.of([4.0]), 2)
+    overhead = Overhead(Spread.from_values([0.5, 0.7]), Spread.from_values([2.0]), Spread.from_values([4.0]), 2)
     assert "0.600 ms a token (0.550 to 0.650) and 2.00 ms to the first token" in overhead_line(overhead)
     assert overhead.as_dict()["num_pairs"] == 2
 

@@ -133,7 +133,7 @@ def test_the_summary_counts_guesses_whose_parent_was_kept(save: Callable[[Lines]
 def test_what_hangs_on_the_last_token_was_not_put_to_the_test() -> None:
     step = small()[2] | {"path": [1], "next": None}
     tally = Tally()
-    tally.add([Step.of(step)])
+    tally.add([Step.from_record(step)])
     assert {depth: (share.tried, share.kept) for depth, share in tally.by_depth.items()} == {1: (2, 1)}
 
 

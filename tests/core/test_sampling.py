@@ -183,8 +183,8 @@ def test_an_assignment_is_refused_with_the_remedy() -> None:
 
 def test_latency_targets_are_read_from_text_and_dicts() -> None:
     params = SamplingParams(slo={"ttft": 500, "tpot": 50.0})
-    assert params.slo == SLO.of("ttft:500,tpot:50") == SLO(ttft=500, tpot=50)
-    assert SLO.of(None) is None
+    assert params.slo == SLO.parse("ttft:500,tpot:50") == SLO(ttft=500, tpot=50)
+    assert SLO.parse(None) is None
 
 
 def test_takes_lists_strings_and_json_keys() -> None:

@@ -128,7 +128,7 @@ def test_walks_of_trees_that_were_drawn_in_one_call(rule: str, runner_of: Callab
     twins = _Twins(runner_of("llama"), draft_sampling="without-replacement")
     requests = [make_request(str(i), [5, 6, i], SAMPLED, seed=i) for i in range(3)]
     trees = twins.draft(requests, BUDGETS["best first"])
-    again = [TokenTree.of_arrays(tree.arrays._replace(draws=Draws.of(tree.draws))) for tree in trees]
+    again = [TokenTree.from_arrays(tree.arrays._replace(draws=Draws.from_draws(tree.draws))) for tree in trees]
     logits = [torch.randn(len(tree), VOCAB, generator=torch.Generator().manual_seed(4)) for tree in trees]
     kept = [verify(rule, logits, copy.deepcopy(requests), several) for several in (trees, again)]
     assert kept[0] == kept[1]

@@ -265,7 +265,7 @@ def test_a_lookups_long_chain_is_no_level_of_a_model() -> None:
     clock = StageClock()
     clock.seconds |= {"draft": 0.2, "target": 1.0}
     for made, levels in ((tree, 0), (TokenTree(tree.tokens, tree.parents, draws), 2), (TokenTree.root(0), 0)):
-        step = StepRecord.of([Span(request, 0, 1)], [made], 1, 0, clock.seconds)
+        step = StepRecord.from_step([Span(request, 0, 1)], [made], 1, 0, clock.seconds)
         assert step.num_model_levels == levels
         costs.observe(step)
         assert float(costs.draft_level(1)) == pytest.approx(0.1)

@@ -7,7 +7,7 @@ import pytest
 from specinfer.reporting.plots import Panel, Series, check_plot, draw_plot, new_figure
 from specinfer.reporting.spread import Spread
 
-SPREADS = [Spread.of([1.0, 2.0, 3.0]), Spread.of([4.0, 4.0, 7.0])]
+SPREADS = [Spread.from_values([1.0, 2.0, 3.0]), Spread.from_values([4.0, 4.0, 7.0])]
 
 
 def test_spreads_are_drawn_as_medians_with_bars_between_the_quartiles() -> None:

@@ -105,7 +105,7 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
                 llm, courses, prompts[num_more:], after, prompts[:num_more], config.max_tokens, progress.advance
             )
             small = {Path(name).name: runner.loaded.num_parameters for name, runner in llm.small_models.items()}
-            environment = Environment.of(llm, small)
+            environment = Environment.from_llm(llm, small)
     shown = {Path(name).name: meaning for name, meaning in drafters.items()}
     report = AcceptanceReport(hit_rates, parts, shown, options_of(config), environment, shift, asked.kinds[num_more:])
     write_files(report, config.json, config.plot, plot_acceptance)

@@ -55,7 +55,8 @@ class Comparison:
 
     def ratio(self, arm: Arm, value: Callable[[Run], float]) -> Spread:
         """Return a value of an arm's runs divided by that of plain decoding, for each pair."""
-        return Spread.of(value(run) / value(plain) for plain, run in zip(self.plain.runs, arm.runs, strict=True))
+        pairs = zip(self.plain.runs, arm.runs, strict=True)
+        return Spread.from_values(value(run) / value(plain) for plain, run in pairs)
 
     def speedup_of(self, arm: Arm) -> Spread:
         """Return the decoding speed, after the first tokens, divided by that of plain decoding, for each pair."""

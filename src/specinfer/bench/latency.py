@@ -77,7 +77,7 @@ def run_latency(
         report = LatencyReport(
             result,
             options_of(config),
-            Environment.of(session.llm, session.models.drafter_parameters),
+            Environment.from_llm(session.llm, session.models.drafter_parameters),
             session.roofline.ceilings,
             session.prompts.kinds,
         )

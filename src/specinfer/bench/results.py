@@ -148,7 +148,7 @@ class Arm:
 
     def spread(self, value: Callable[[Run], float]) -> Spread:
         """Return the spread of a value over the runs."""
-        return Spread.of(map(value, self.runs))
+        return Spread.from_values(map(value, self.runs))
 
     def total(self, value: Callable[[StepRecord], float]) -> float:
         """Return the sum of a value over all steps."""

@@ -241,7 +241,7 @@ def _measure_overhead(
                 added.append(1000 * (run.tpot - ours[1]))
                 first.append(1000 * (run.ttft - ours[0]))
                 local.append(1000 * ours[1])
-    return Overhead(Spread.of(added), Spread.of(first), Spread.of(local), len(added))
+    return Overhead(Spread.from_values(added), Spread.from_values(first), Spread.from_values(local), len(added))
 
 
 def _local_times(llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, float]:

@@ -144,7 +144,7 @@ class RateResult:
         pairs = list(self._pairs(arm))
         for name, seconds in measures.items():
             found[name] = [seconds(a) / seconds(b) for a, b in pairs if seconds(a) and seconds(b)]
-        return {name: Spread.of(values) for name, values in found.items() if values}
+        return {name: Spread.from_values(values) for name, values in found.items() if values}
 
     def partings(self, arm: ServeArm) -> tuple[int, int]:
         """Return the number of pairs with different texts, and the number of all pairs."""

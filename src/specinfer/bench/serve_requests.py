@@ -115,7 +115,7 @@ def _request_of(entry: Any, prompt: str) -> LoadRequest:
     if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 1):
         raise ValueError(f"output_length must be a whole number of at least 1, not {max_tokens!r:.60}")
     seconds = None if time is None else time / 1000
-    return LoadRequest(prompt, seconds, max_tokens, str(entry.get("class", "")), SLO.of(entry.get("slo")))
+    return LoadRequest(prompt, seconds, max_tokens, str(entry.get("class", "")), SLO.parse(entry.get("slo")))
 
 
 def _prompt_of(entry: Any) -> str | None:

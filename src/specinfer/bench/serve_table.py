@@ -163,10 +163,10 @@ def plot_serve(report: ServeReport, path: str | Path) -> None:
         )
 
     def milliseconds(metric: str) -> Callable[[ServeArm], Spread]:
-        return lambda arm: Spread.of(arm.values(metric) or [0.0])
+        return lambda arm: Spread.from_values(arm.values(metric) or [0.0])
 
     panels = [
-        panel("output tokens per second", lambda arm: Spread.of(one.output_throughput for one in arm.rounds)),
+        panel("output tokens per second", lambda arm: Spread.from_values(one.output_throughput for one in arm.rounds)),
         panel("time to first token, ms", milliseconds("ttft")),
         panel("time per output token, ms", milliseconds("tpot")),
         panel("whole request, ms", milliseconds("e2el")),

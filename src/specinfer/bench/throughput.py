@@ -50,7 +50,7 @@ def run_throughput(config: ThroughputConfig, console: Console | None = None) -> 
         report = ThroughputReport(
             comparisons(config, take_turns(turns, session.progress, measure, check)),
             options_of(config),
-            Environment.of(llm, session.models.drafter_parameters),
+            Environment.from_llm(llm, session.models.drafter_parameters),
             session.roofline.ceilings,
             session.prompts.kinds,
         )

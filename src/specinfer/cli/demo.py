@@ -86,7 +86,7 @@ def _show_responses(llm: "LLM", screen: Screen) -> None:
 def _show_tree(llm: "LLM", trace: "StepTrace", screen: Screen) -> None:
     from specinfer.server.trace import TokenDecoder, step_record
 
-    step = Step.of(step_record(trace, TokenDecoder(llm.tokenizer)))
+    step = Step.from_record(step_record(trace, TokenDecoder(llm.tokenizer)))
     screen.heading(
         f"One pass of the target over a token tree: {len(step.nodes)} draft tokens, {len(step.path)} accepted (bold).\n"
         "q: probability by the drafter; p: probability by the target.\n"

@@ -28,7 +28,7 @@ class Node:
     rank: int  # among the children of its parent, from 1
 
     @classmethod
-    def all_of(cls, records: list[dict[str, Any]]) -> tuple[Self, ...]:
+    def from_records(cls, records: list[dict[str, Any]]) -> tuple[Self, ...]:
         depths, num_children = [0], [0] * (len(records) + 1)
         nodes = []
         for place, record in enumerate(records, start=1):
@@ -72,8 +72,8 @@ class Step:
     next: EmittedToken | None
 
     @classmethod
-    def of(cls, record: dict[str, Any]) -> Self:
-        nodes = Node.all_of(_typed(record, "nodes", list))
+    def from_record(cls, record: dict[str, Any]) -> Self:
+        nodes = Node.from_records(_typed(record, "nodes", list))
         path = tuple(_typed(record, "path", list))
         parents = (0, *path)
         for parent, place in zip(parents, path, strict=False):
@@ -144,7 +144,7 @@ class Recording:
 
     def step(self, request: Recorded, place: int) -> Step:
         self._file.seek(request.offsets[place])
-        return Step.of(json.loads(self._file.readline()))
+        return Step.from_record(json.loads(self._file.readline()))
 
     def close(self) -> None:
         self._file.close()
@@ -173,7 +173,7 @@ class Recording:
         elif kind == "request":
             self._take_request(record)
         elif kind == "step":
-            Step.of(record)
+            Step.from_record(record)
             self._request(record).offsets.append(offset)
         elif kind == "end":
             self._request(record).end = record

@@ -68,7 +68,7 @@ class Draws(NamedTuple):
     pools: tuple[DistributionPool, ...] = ()
 
     @classmethod
-    def of(cls, draws: Sequence[Draw]) -> "Draws":
+    def from_draws(cls, draws: Sequence[Draw]) -> "Draws":
         """Return these draws as arrays."""
         names = tuple(dict.fromkeys(draw.drafter for draw in draws))
         place = {name: i for i, name in enumerate(names)}

@@ -38,7 +38,7 @@ class SLO:
             object.__setattr__(self, name, target)
 
     @classmethod
-    def of(cls, given: "SLO | Mapping[str, Any] | str | None") -> Self | None:
+    def parse(cls, given: "SLO | Mapping[str, Any] | str | None") -> Self | None:
         """Return the targets of a mapping, or of text such as "ttft:500,tpot:50"; None stays None.
 
         Raises:

@@ -36,7 +36,7 @@ class CompletionOutput:
     num_reasoning_tokens: int = 0
 
     @classmethod
-    def of(cls, index: int, request: Request) -> "CompletionOutput":
+    def from_request(cls, index: int, request: Request) -> "CompletionOutput":
         asked, text = request.params.logprobs is not None, request.text.text if request.text is not None else ""
         pairs = zip(request.output_ids, request.logprobs, strict=asked)
         return cls(
@@ -53,7 +53,7 @@ class CompletionOutput:
         )
 
     @classmethod
-    def of_chunk(cls, chunk: "TextChunk", logprob: float | None) -> "CompletionOutput":
+    def from_chunk(cls, chunk: "TextChunk", logprob: float | None) -> "CompletionOutput":
         """Make the output from a part of it, and the log-probability of all tokens up to its end."""
         return cls(
             chunk.index, chunk.text, chunk.token_ids, logprob, chunk.logprobs, chunk.finish_reason, chunk.stop_reason,
@@ -94,7 +94,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
     @classmethod
-    def of(cls, request_id: str, prompt: str | None, requests: list[Request]) -> "RequestOutput":
+    def from_requests(cls, request_id: str, prompt: str | None, requests: list[Request]) -> "RequestOutput":
         """Make the output from the requests (one for each of `n`) that served a prompt."""
         first = requests[0]
         starts = [r.first_token_time for r in requests if r.first_token_time is not None]
@@ -107,7 +107,7 @@ class RequestOutput:
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=first.prompt_ids,
-            outputs=[CompletionOutput.of(i, one) for i, one in enumerate(requests)] if error is None else [],
+            outputs=[CompletionOutput.from_request(i, one) for i, one in enumerate(requests)] if error is None else [],
             finished=all(request.is_finished for request in requests),
             metrics=RequestMetrics(
                 first.arrival_time, min(starts, default=None), max(ends, default=None), total.as_dict()

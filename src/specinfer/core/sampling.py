@@ -204,7 +204,7 @@ class SamplingParams:
         if self.tree is not None:
             parse_tree(self.tree)
         if self.slo is not None:
-            object.__setattr__(self, "slo", SLO.of(self.slo))
+            object.__setattr__(self, "slo", SLO.parse(self.slo))
         asked = self.structured_outputs
         if isinstance(asked, Mapping):
             if unknown := sorted(set(map(str, asked)) - set(StructuredOutputsParams.__slots__)):

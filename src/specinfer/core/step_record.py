@@ -61,7 +61,7 @@ class StepRecord:
     prompts: PromptCounts = NO_PROMPTS
 
     @classmethod
-    def of(
+    def from_step(
         cls,
         spans: Sequence[Span],
         trees: Sequence[TokenTree | None],

@@ -102,7 +102,7 @@ class TreeArrays(NamedTuple):
     draws: Draws
 
 
-_ROOT = np.full(1, -1), np.zeros(1, dtype=np.int64), Draws.of(())  # parents, depths and draws of a root alone
+_ROOT = np.full(1, -1), np.zeros(1, dtype=np.int64), Draws.from_draws(())  # parents, depths and draws of a root alone
 
 
 class TokenTree:
@@ -125,7 +125,7 @@ class TokenTree:
         vars(self).update(tokens=tuple(tokens), parents=tuple(parents), draws=tuple(draws))
 
     @classmethod
-    def of_arrays(cls, arrays: TreeArrays) -> "TokenTree":
+    def from_arrays(cls, arrays: TreeArrays) -> "TokenTree":
         """Return a tree of arrays, which must not change any more."""
         tree = cls.__new__(cls)
         tree._size = len(arrays.tokens)
@@ -150,7 +150,7 @@ class TokenTree:
             return TreeArrays(np.array(self.tokens, dtype=np.int64), *_ROOT)
         columns = (self.tokens, self.parents, self.depths)
         tokens, parents, depths = (np.array(column, dtype=np.int64) for column in columns)
-        return TreeArrays(tokens, parents, depths, Draws.of(self.draws))
+        return TreeArrays(tokens, parents, depths, Draws.from_draws(self.draws))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenTree):
@@ -181,7 +181,7 @@ class TokenTree:
         draws = Draws.chosen(np.array(confidence, dtype=np.float64), drafter)
         columns = (tokens, parents, depths_of(parents))
         ids, above, depths = (np.array(column, dtype=np.int64) for column in columns)
-        return cls.of_arrays(TreeArrays(ids, above, depths, draws))
+        return cls.from_arrays(TreeArrays(ids, above, depths, draws))
 
     def __len__(self) -> int:
         return self._size

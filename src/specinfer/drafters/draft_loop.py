@@ -190,7 +190,7 @@ class DraftLoop:
         if drafted.drawn_from is not None:
             pool = _Distributions(drafted.parents, drafted.drawn_from)
             draws = draws._replace(numbers=draws.nodes, pools=(pool,))
-        return TokenTree.of_arrays(TreeArrays(drafted.tokens, drafted.parents, depths, draws))
+        return TokenTree.from_arrays(TreeArrays(drafted.tokens, drafted.parents, depths, draws))
 
 
 class _Distributions:

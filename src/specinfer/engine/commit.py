@@ -38,7 +38,7 @@ class Committer:
             clock.assign(stage, seconds)
         self._last_end = clock.last
         if outcomes:  # otherwise all requests had ended, and there is nothing to learn
-            record = StepRecord.of(
+            record = StepRecord.from_step(
                 [outcome.span for outcome in outcomes], [outcome.tree for outcome in outcomes], num_generated,
                 result.num_read, clock.seconds, result.num_budgeted, result.waiting_time, result.num_levels,
                 result.is_first_of_size, bool(result.device_seconds), prompts,

@@ -16,7 +16,7 @@ class Job:
     requests: list[Request]
 
     def output(self) -> RequestOutput:
-        made = RequestOutput.of(self.request_id, self.prompt, self.requests)
+        made = RequestOutput.from_requests(self.request_id, self.prompt, self.requests)
         pairs = zip(made.outputs, self.requests, strict=False)  # a failed one has no outputs
         return replace(made, outputs=[_parsed(output, request) for output, request in pairs])
 

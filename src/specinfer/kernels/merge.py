@@ -162,6 +162,6 @@ def _merged(
         node, draw = slice(starts[i], starts[i + 1]), slice(first_draws[i], first_draws[i + 1])
         drawn = None if numbers is None else numbers[draw]
         draws = Draws(nodes[draw], makers[draw], confidence[draw], names, drawn, columns.pools)
-        tree = TokenTree.of_arrays(TreeArrays(tokens[node], parents[node], depths[node], draws))
+        tree = TokenTree.from_arrays(TreeArrays(tokens[node], parents[node], depths[node], draws))
         merged.append(Merged(tree, ranks[node], alone[node]))
     return merged

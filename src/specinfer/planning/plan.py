@@ -62,7 +62,7 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
         costs = cached_costs(llm.target, llm.drafter, fresh=config.remeasure, progress=survey.progress.report_bytes)
         acceptance = survey.acceptance()
         by_rank = tuple(acceptance.by_rank().tolist())
-        environment = Environment.of(llm, models.drafter_parameters)
+        environment = Environment.from_llm(llm, models.drafter_parameters)
         streaming = _streaming(llm, costs)
         offloaded = offload_choices(llm, models, costs, acceptance)
     choices = tuple(choose(costs, acceptance, size) for size in config.batch_sizes)

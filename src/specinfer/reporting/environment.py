@@ -62,15 +62,15 @@ class Environment:
     kv_cache_dtype: str | None = None
 
     @classmethod
-    def of(cls, llm: HasModels, drafter_parameters: Mapping[str, int]) -> "Environment":
+    def from_llm(cls, llm: HasModels, drafter_parameters: Mapping[str, int]) -> "Environment":
         """Return the current environment with these models."""
         quantization = next(
             (small.loaded.quantization or small.loaded.stored_types for small in llm.small_models.values()), None
         )
-        return cls.of_model(llm.target.loaded, drafter_parameters, quantization)
+        return cls.from_model(llm.target.loaded, drafter_parameters, quantization)
 
     @classmethod
-    def of_model(
+    def from_model(
         cls, loaded: LoadedModel, drafter_parameters: Mapping[str, int], drafter_quantization: str | None = None
     ) -> "Environment":
         on_gpu = loaded.device.type == "cuda"

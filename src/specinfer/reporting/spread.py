@@ -16,7 +16,7 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> "Spread":
+    def from_values(cls, values: Iterable[float]) -> "Spread":
         values = sorted(values)
         quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
         return cls(quartiles[1], quartiles[0], quartiles[2], values[0], values[-1])

@@ -177,7 +177,7 @@ class TreeBatch:
         start, size, arrays = self.nodes.starts[index], int(self.nodes.sizes[index]), self.nodes.arrays
         nodes = slice(start, start + size)
         columns = arrays.tokens[nodes], arrays.parents[nodes], arrays.depths[nodes]
-        return TokenTree.of_arrays(TreeArrays(*columns, self._draws(index, start, start + size)))
+        return TokenTree.from_arrays(TreeArrays(*columns, self._draws(index, start, start + size)))
 
     def _draws(self, index: int, start: int, end: int) -> Draws:
         if self._plain is not None:

@@ -149,7 +149,7 @@ class DraftProgram:
             pool = list(map(Distribution, tokens.astype(np.int64), probs.copy()))
             draws = draws._replace(numbers=np.arange(len(pool)), pools=(pool,))
         tokens = found["tokens"][row, nodes].astype(np.int64)
-        return TokenTree.of_arrays(TreeArrays(tokens, parents, depths, draws)), found["columns"][row, nodes].tolist()
+        return TokenTree.from_arrays(TreeArrays(tokens, parents, depths, draws)), found["columns"][row, nodes].tolist()
 
 
 def _wide(pairs: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:

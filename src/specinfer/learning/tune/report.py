@@ -129,4 +129,4 @@ def _count(
         llm, usable, prompts, {name: Path(folder) for name, folder in folders.items()},
         max_tokens=config.max_tokens, seed=config.seed + 1, note=lambda done: note(name, done, len(usable)),
     )  # fmt: skip
-    return passes, Environment.of(llm, {one.name: one.parameters for one in everyone.values()})
+    return passes, Environment.from_llm(llm, {one.name: one.parameters for one in everyone.values()})
