@@ -80,7 +80,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 # torch goes in pinned and before the package: asked for by a range, the newest would come.
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard locks/*.txt) $(wildcard src/specinfer/kernels/*.cpp src/specinfer/kernels/*.h)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard locks/*.txt) $(wildcard src/specinfer/ops/cpu/*.cpp src/specinfer/ops/cpu/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=...") if sys.version_info < (3, 11) else None'
 	@echo "Installing into $(VENV): some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -92,5 +92,5 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard locks/*.txt) $(wild
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -f src/specinfer/kernels/_native*
+	rm -f src/specinfer/ops/cpu/_native*
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

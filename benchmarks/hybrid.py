@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specinfer import kernels
+from specinfer import ops
 from specinfer.bench.bandwidth import Bandwidth
 from specinfer.bench.clock import now
 from specinfer.bench.options import check_whole
@@ -168,7 +168,7 @@ def _report(
             "a state for each of these nodes instead": _NUM_REQUESTS * _NODES * state,
         },
         "parameters": loaded.num_parameters,
-        "kernels": kernels.describe(),
+        "kernels": ops.describe(),
         "options": asdict(config) | {"json": None if config.json is None else str(config.json)},
         "environment": surroundings(),
     }

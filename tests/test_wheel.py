@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.kernels import describe
+from specinfer.ops import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "specinfer"
@@ -128,12 +128,12 @@ def test_a_wheel_of_zigs_compiler_has_the_native_kernels_of_this_machine(tmp_pat
         names = archive.namelist()
         archive.extractall(tmp_path)
     assert [name for name in names if Path(name).suffix in {*_COMPILED, ".cpp", ".h", ".lib"}] == [
-        "specinfer/kernels/_native.so"
+        "specinfer/ops/cpu/_native.so"
     ]
     library = ctypes.CDLL(str(tmp_path / "specinfer" / "kernels" / "_native.so"))
     library.specinfer_name.restype = ctypes.c_char_p
     assert library.specinfer_name().decode() == describe()  # the compiler changes nothing in what is chosen
-    tests = (str(ROOT / "tests" / name) for name in ("kernels/test_kernels.py", "model/test_stored_codes.py"))
+    tests = (str(ROOT / "tests" / name) for name in ("ops/test_kernels.py", "model/test_stored_codes.py"))
     words = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
     environment = _ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)

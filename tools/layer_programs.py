@@ -6,21 +6,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specinfer.kernels.float8 import LEVELS
-from specinfer.kernels.kv_types import FLOAT8
-from specinfer.kernels.plain_recurrence import ScanOrder
-from specinfer.kernels.quantized_weight import NEST, QuantizedWeight
-from specinfer.kernels.recurrence import ConvolutionCall, Decays, HeadSizes, RecurrenceCall
-from specinfer.kernels.routes import Routes
-from specinfer.kernels.triton import few_rows
-from specinfer.kernels.triton import product as products
-from specinfer.kernels.triton.gate import gate
-from specinfer.kernels.triton.low_rank import add_low_rank
-from specinfer.kernels.triton.norm import add_norm
-from specinfer.kernels.triton.recurrence import convolve, recur
-from specinfer.kernels.triton.rotary import rotate_and_store
-from specinfer.kernels.triton.store import store
-from specinfer.kernels.triton.weights import widen
+from specinfer.ops.cpu.recurrence import ConvolutionCall, Decays, HeadSizes, RecurrenceCall
+from specinfer.ops.float8 import LEVELS
+from specinfer.ops.kv_types import FLOAT8
+from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.quantized_weight import NEST, QuantizedWeight
+from specinfer.ops.routes import Routes
+from specinfer.ops.triton import few_rows
+from specinfer.ops.triton import product as products
+from specinfer.ops.triton.gate import gate
+from specinfer.ops.triton.low_rank import add_low_rank
+from specinfer.ops.triton.norm import add_norm
+from specinfer.ops.triton.recurrence import convolve, recur
+from specinfer.ops.triton.rotary import rotate_and_store
+from specinfer.ops.triton.store import store
+from specinfer.ops.triton.weights import widen
 
 _SLOTS, _POSITIONS = 65536, 131072
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

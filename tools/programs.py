@@ -22,29 +22,29 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from layer_programs import layer_cases, recurrence_cases
-from specinfer.kernels.chance_table import ChanceTable
-from specinfer.kernels.choice import SUPPORT
-from specinfer.kernels.kv_types import FLOAT8
-from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
-from specinfer.kernels.plain_drawn import DrawnRows, Draws
-from specinfer.kernels.plain_guesses import Guesses
-from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Paths, Truncation
-from specinfer.kernels.plain_multi_step import MOST_TOKENS, WalkInputs
-from specinfer.kernels.tree_layout import TreeLayout, num_words
-from specinfer.kernels.triton.adjustment import adjust_logits, mask_logits
-from specinfer.kernels.triton.attention import attend
-from specinfer.kernels.triton.blocks import Device, choose_blocks
-from specinfer.kernels.triton.candidates import add_candidates
-from specinfer.kernels.triton.choose import choose
-from specinfer.kernels.triton.commit import commit
-from specinfer.kernels.triton.compilation import compiling
-from specinfer.kernels.triton.draft import best_tree, keep_drafted, mark_ancestors, merge_guesses, next_frontier
-from specinfer.kernels.triton.drawn import draw_candidates
-from specinfer.kernels.triton.multi_step import walk_multi_step
-from specinfer.kernels.triton.store import store
-from specinfer.kernels.triton.traversal import walk_traversal
-from specinfer.kernels.triton.truncation import least_kept
-from specinfer.kernels.triton.walk import walk
+from specinfer.ops.chance_table import ChanceTable
+from specinfer.ops.cpu.choice import SUPPORT
+from specinfer.ops.kv_types import FLOAT8
+from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
+from specinfer.ops.plain_drawn import DrawnRows, Draws
+from specinfer.ops.plain_guesses import Guesses
+from specinfer.ops.plain_logits import MAX_ENDS, Adjustments, Paths, Truncation
+from specinfer.ops.plain_multi_step import MOST_TOKENS, WalkInputs
+from specinfer.ops.tree_layout import TreeLayout, num_words
+from specinfer.ops.triton.adjustment import adjust_logits, mask_logits
+from specinfer.ops.triton.attention import attend
+from specinfer.ops.triton.blocks import Device, choose_blocks
+from specinfer.ops.triton.candidates import add_candidates
+from specinfer.ops.triton.choose import choose
+from specinfer.ops.triton.commit import commit
+from specinfer.ops.triton.compilation import compiling
+from specinfer.ops.triton.draft import best_tree, keep_drafted, mark_ancestors, merge_guesses, next_frontier
+from specinfer.ops.triton.drawn import draw_candidates
+from specinfer.ops.triton.multi_step import walk_multi_step
+from specinfer.ops.triton.store import store
+from specinfer.ops.triton.traversal import walk_traversal
+from specinfer.ops.triton.truncation import least_kept
+from specinfer.ops.triton.walk import walk
 from triton_versions import installed, run_with
 
 Case = tuple[str, Callable[[], object]]  # what is compiled, and the call that does

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
 from demo_pair.target_texts import TARGETS, Texts, load_target, write_texts
-from specinfer.kernels.quantization import dequantize, quantize
 from specinfer.learning.distillation import LEVEL_SHARE, HeadLogits, draft_logits_of
 from specinfer.learning.heads.trainable import TrainableHead
 from specinfer.learning.tune.initial_weights import build, export, parse_initial_weights
 from specinfer.learning.tune.training import learning_rate_for, make_optimizers
 from specinfer.model.folder import read_token_map
+from specinfer.ops.quantization import dequantize, quantize
 
 
 def loss_of(

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specinfer.bench.clock import now
-from specinfer.kernels.tree_layout import TreeLayout, pack_bits
-from specinfer.kernels.tree_ops import attend
 from specinfer.model.kv_tensors import LayerShape
+from specinfer.ops.tree_layout import TreeLayout, pack_bits
+from specinfer.ops.tree_ops import attend
 from specinfer.reporting.spread import Spread
 
 BATCHES, NODES, CONTEXT = (1, 8), (1, 8, 16, 32, 64), 4096

@@ -17,7 +17,7 @@ from rich.console import Console
 from benchmarks.kernels.attention import AttentionTimes, time_attention
 from benchmarks.kernels.report import CONTEXT, LEVEL, PROMPT, TREE, Arm, ArmTimes, KernelsReport, Pass, plot_kernels
 from benchmarks.neighbours import busy_neighbours
-from specinfer import kernels
+from specinfer import ops
 from specinfer.bench.bandwidth import Bandwidth
 from specinfer.bench.clock import now
 from specinfer.bench.loop import write_files
@@ -139,7 +139,7 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Kernel
             for s in subjects
         ),
         bandwidth={name: tuple(rates) for name, rates in bandwidth.rates.items()},
-        kernels=kernels.describe(),
+        kernels=ops.describe(),
         options=options_of(config),
         environment=environment,
         attention=attention,
@@ -157,7 +157,7 @@ def _time_attention(target: LoadedModel, config: KernelsConfig, progress: StageB
 
 def find_arms(models: Models, config: KernelsConfig, device: torch.device) -> list[Arm]:
     """Return the arms: for each dtype native kernels (if the device has any) and PyTorch's own, then quantizations."""
-    has_native = device.type == "cpu" and kernels.describe() != "none"
+    has_native = device.type == "cpu" and ops.describe() != "none"
     own = "bfloat16" if config.grow else str(load_config(models.target).dtype or "float32").removeprefix("torch.")
     if own not in DTYPES:
         raise ValueError(f"dtype: the checkpoint is {own}; choose one of {', '.join(DTYPES)}")

@@ -28,18 +28,18 @@ from benchmarks.kernels.report import (
 )
 from benchmarks.kernels.run import KernelsConfig, find_arms, run_kernels
 from benchmarks.program import app
-from specinfer import kernels as native_kernels
+from specinfer import ops as native_kernels
 from specinfer.bench.bandwidth import Bandwidth
 from specinfer.bench.models import find_models
 from specinfer.bench.options import rotated
-from specinfer.kernels import PackedLinear
-from specinfer.kernels.tree_layout import unpack_bits
 from specinfer.model.batch import Piece
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.kv_tensors import LayerShape
 from specinfer.model.load import load_model
 from specinfer.model.pass_work import read_bytes
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import PackedLinear
+from specinfer.ops.tree_layout import unpack_bits
 from tiny import VOCAB, save_model
 
 CPU = torch.device("cpu")

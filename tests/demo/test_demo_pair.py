@@ -16,8 +16,8 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.demo import corpus, pair
 from specinfer.demo.chat_model import DRAFTER_NAMES
 from specinfer.demo.pair import DemoFilesError
-from specinfer.kernels.quantization import dequantize, quantize
 from specinfer.llm import LLM
+from specinfer.ops.quantization import dequantize, quantize
 
 NAMES = ("target", "drafter")
 

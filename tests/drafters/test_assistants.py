@@ -15,9 +15,9 @@ from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import AssistantDrafter
-from specinfer.kernels import Float8Linear, PackedLinear, QuantizedLinear
 from specinfer.model.heads import load
 from specinfer.model.load import load_model
+from specinfer.ops import Float8Linear, PackedLinear, QuantizedLinear
 from tiny import VOCAB, make_model, paths_of, random_prompts, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

@@ -18,7 +18,6 @@ from specinfer.core.errors import ModelError
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.engine.engine import Engine
-from specinfer.kernels.kv_types import FLOAT8, to_stored
 from specinfer.model.batch import Piece, pack
 from specinfer.model.capacity import bytes_per_token
 from specinfer.model.device import KV_CACHE_DTYPES
@@ -27,6 +26,7 @@ from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
+from specinfer.ops.kv_types import FLOAT8, to_stored
 from tiny import VOCAB, make_engine, make_request, random_prompts, run
 from worlds import SETTINGS
 

@@ -167,7 +167,7 @@ def test_each_file_of_tests_for_gpus_is_a_step(tool: Any) -> None:
     """One that is ended for its time is run again alone, and the others are not."""
     steps = [step for step in tool.steps(tool.Sizes(), "cuda", "demo") if step.words[0] == "pytest"]
     files = {step.words[-1] for step in steps}
-    assert {"tests/gpu/test_kernels.py", "tests/gpu/test_gpu.py", "tests/kernels/test_layer_kernels.py"} <= files
+    assert {"tests/gpu/test_kernels.py", "tests/gpu/test_gpu.py", "tests/ops/test_layer_kernels.py"} <= files
     assert "tests/gpu/test_figures.py" not in files
     assert len({step.name for step in steps}) == len(steps) > 4
     assert not [step for step in tool.steps(tool.TINY, "cpu", "demo") if step.words[0] == "pytest"]

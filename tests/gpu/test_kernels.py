@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import plain_multi_step, plain_traversal, plain_tree, tree_ops
-from specinfer.kernels.chance_table import ChanceTable
-from specinfer.kernels.plain_draft import Candidates, Frontier, Limits
-from specinfer.kernels.plain_drawn import DrawnRows, Draws
-from specinfer.kernels.tree_layout import TreeLayout
+from specinfer.ops import plain_multi_step, plain_traversal, plain_tree, tree_ops
+from specinfer.ops.chance_table import ChanceTable
+from specinfer.ops.plain_draft import Candidates, Frontier, Limits
+from specinfer.ops.plain_drawn import DrawnRows, Draws
+from specinfer.ops.tree_layout import TreeLayout
 from tree_cases import AttentionCase, Part, bushy, wide
 
 pytestmark = [

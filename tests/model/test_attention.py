@@ -18,10 +18,10 @@ from torch import Tensor
 import reference
 from native import ISAS, each_isa
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import attends
 from specinfer.model.attention import UnsupportedAttentionError, tree_attention
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_tensors import KVTensors, LayerShape
+from specinfer.ops import attends
 from tiny import trees
 
 CPU = torch.device("cpu")

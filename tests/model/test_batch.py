@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from native import native
 from specinfer.core.tree import TokenTree
-from specinfer.kernels.sight import plain_sight, sight
 from specinfer.model.batch import MAX_GROUPED_TOKENS, ForwardBatch, Piece, pack
 from specinfer.model.kv_tensors import KVTensors
+from specinfer.ops.cpu.sight import plain_sight, sight
 from tiny import trees
 
 STORE = KVTensors([], 0, torch.float32, torch.device("cpu"))

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specinfer.kernels.quantization import dequantize
 from specinfer.model.load import load_model
 from specinfer.model.offload.shards import Shards
+from specinfer.ops.quantization import dequantize
 from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
 from tiny import make_model
 

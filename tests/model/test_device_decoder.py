@@ -18,7 +18,6 @@ from quantized_files import save_quantized
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import SmallModelDrafter
-from specinfer.kernels import Float8Linear, QuantizedLinear, layer_ops
 from specinfer.model import device_decoder
 from specinfer.model.batch import ForwardBatch, Piece
 from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
@@ -29,6 +28,7 @@ from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import Float8Linear, QuantizedLinear, layer_ops
 from tiny import FAMILIES, VOCAB, make_engine, make_request, random_prompts, run, save_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

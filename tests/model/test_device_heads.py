@@ -14,13 +14,13 @@ from head_passes import CHAIN, chain_features, head_passes
 from heads import SlowEagle3, save_block, save_eagle3
 from on_device import load_device_head, load_plain
 from pair_heads import save_eagle, save_mtp, slow_eagle
-from specinfer.kernels import Float8Linear, QuantizedLinear
-from specinfer.kernels.kv_types import FLOAT8
 from specinfer.model.heads import load as heads_load
 from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.eagle3 import Eagle3Head
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel, load_model
+from specinfer.ops import Float8Linear, QuantizedLinear
+from specinfer.ops.kv_types import FLOAT8
 from tiny import make_model, save_model
 
 CPU = torch.device("cpu")

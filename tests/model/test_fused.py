@@ -16,7 +16,6 @@ from native_layers import CPU, TREE, Reader
 from specinfer import LLM, SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.demo.corpus import heldout_prompts
-from specinfer.kernels import PackedLinear
 from specinfer.model import packing
 from specinfer.model.batch import pack
 from specinfer.model.fused import FusedDecoder
@@ -24,6 +23,7 @@ from specinfer.model.layer_check import Verdict
 from specinfer.model.load import load_model
 from specinfer.model.probe import Probe
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import PackedLinear
 from tiny import make_model, paths_of, random_prompts
 
 pytestmark = native

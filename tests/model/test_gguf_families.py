@@ -10,14 +10,14 @@ from torch import nn
 
 from hybrid_gguf import is_known, write_hybrid
 from specinfer import LLM, ModelError, SamplingParams
-from specinfer.kernels import ExpertsCall, PartCall, QuantizedLinear
-from specinfer.kernels.panels import TYPES
 from specinfer.model.definition import load_plain
 from specinfer.model.experts import QuantizedExperts
 from specinfer.model.folder import find_folder
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.packing import together
+from specinfer.ops import ExpertsCall, PartCall, QuantizedLinear
+from specinfer.ops.cpu.panels import TYPES
 from tiny import make_tokenizer
 
 CPU = torch.device("cpu")

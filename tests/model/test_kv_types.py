@@ -1,6 +1,6 @@
 """Keys and values of 8 bits: what is stored, and attention over it, against PyTorch's own conversions.
 
-Kernels run in Triton's interpreter; compiling them is tests/kernels/test_programs.py's.
+Kernels run in Triton's interpreter; compiling them is tests/ops/test_programs.py's.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ import reference
 from interpreter import interpreted
 from native import ISAS, each_isa, native
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import AttentionCall, plain_layer, plain_tree
-from specinfer.kernels.kv_types import FLOAT8, KVScales, to_stored
-from specinfer.kernels.triton import attention, rotary, store
-from specinfer.kernels.triton.blocks import Blocks
 from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_tensors import KVTensors, LayerShape, bytes_per_slot
+from specinfer.ops import AttentionCall, plain_layer, plain_tree
+from specinfer.ops.kv_types import FLOAT8, KVScales, to_stored
+from specinfer.ops.triton import attention, rotary, store
+from specinfer.ops.triton.blocks import Blocks
 from tree_cases import AttentionCase, Part, wide
 
 CPU = torch.device("cpu")

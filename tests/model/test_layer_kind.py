@@ -11,9 +11,9 @@ import torch
 import reference
 from native import native
 from native_layers import PROMPT, error, last_logits, load, load_fused, make, saved
-from specinfer.kernels import Attends, Ending, ExpertsCall, LayerCall, Opens
 from specinfer.model.device_decoder import can_fuse_on_device
 from specinfer.model.fused import FusedDecoder
+from specinfer.ops import Attends, Ending, ExpertsCall, LayerCall, Opens
 from tiny import HYBRIDS, make_model
 
 # Tokens are the same at any position to what is turned alike: thetas that the short prompt tells apart.

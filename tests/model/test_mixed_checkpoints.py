@@ -25,11 +25,11 @@ from quantized_files import (
 )
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
-from specinfer.kernels.quantization import dequantize
 from specinfer.model.definition import load_plain
 from specinfer.model.load import load_model
 from specinfer.model.offload.shards import Shards
 from specinfer.model.runner import ModelRunner
+from specinfer.ops.quantization import dequantize
 from tiny import logits, random_prompts, save_model
 
 CPU = torch.device("cpu")

@@ -30,14 +30,14 @@ from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import SmallModelDrafter
-from specinfer.kernels import Float8Linear, LinearCall, Panels, QuantizedLinear
-from specinfer.kernels import quantization as format_
-from specinfer.kernels.quantization import Bits, dequantize, linear, quantize, quantize_rows
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import Float8Linear, LinearCall, Panels, QuantizedLinear
+from specinfer.ops import quantization as format_
+from specinfer.ops.quantization import Bits, dequantize, linear, quantize, quantize_rows
 from specinfer.policy.cost_cache import _situation
 from tiny import FAMILIES, VOCAB, logits, make_engine, make_model, make_request, paths_of, random_prompts, resized, run
 

@@ -15,14 +15,14 @@ from pair_heads import save_mtp
 from quantized_files import FORMATS, awq, gptq, save_gpt_oss, save_quantized
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
-from specinfer.kernels.panels import TYPES
-from specinfer.kernels.quantization import dequantize, quantize
 from specinfer.model.definition import load_plain
 from specinfer.model.load import load_model
 from specinfer.model.offload.shards import Shards
 from specinfer.model.quantized.formats import find_formats
 from specinfer.model.quantized_experts import QuantizedExperts
 from specinfer.model.runner import ModelRunner
+from specinfer.ops.cpu.panels import TYPES
+from specinfer.ops.quantization import dequantize, quantize
 from tiny import logits, random_prompts, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

@@ -13,12 +13,12 @@ from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import SmallModelDrafter
-from specinfer.kernels.quantization import BITS, dequantize, quantize
 from specinfer.model.definition import load_plain
 from specinfer.model.linears import ROUTER, quantize_linears, rounds_experts
 from specinfer.model.load import load_model
 from specinfer.model.quantized_experts import QuantizedExperts, can_quantize_experts
 from specinfer.model.runner import ModelRunner
+from specinfer.ops.quantization import BITS, dequantize, quantize
 from specinfer.planning.weight_bytes import BYTES, mean_bytes
 from specinfer.policy.offload_choice import layer_weights
 from thread_group import WHOLE, Ranks, make_shards

@@ -15,19 +15,19 @@ import reference
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.drafters import SmallModelDrafter
-from specinfer.kernels import layer_ops
-from specinfer.kernels.plain_recurrence import ScanOrder
-from specinfer.kernels.recurrence import ConvolutionCall, RecurrenceCall
 from specinfer.model.batch import Piece
 from specinfer.model.load import load_model
 from specinfer.model.recurrent.layers import is_recurrent
 from specinfer.model.recurrent.short_conv import ShortConv
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import layer_ops
+from specinfer.ops.cpu.recurrence import ConvolutionCall, RecurrenceCall
+from specinfer.ops.plain_recurrence import ScanOrder
 from tiny import HYBRIDS, VOCAB, make_engine, make_model, make_request, quick, random_prompts, run
 
 pytest.importorskip("triton")
 from interpreter import interpreted
-from specinfer.kernels.triton import recurrence
+from specinfer.ops.triton import recurrence
 
 pytestmark = interpreted
 Runners = Callable[..., ModelRunner]

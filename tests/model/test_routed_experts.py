@@ -9,7 +9,6 @@ import torch
 
 from gguf_files import write_model
 from quantized_files import quantized_model
-from specinfer.kernels.quantization import BITS
 from specinfer.model import linears, routed_experts
 from specinfer.model.folder import find_folder
 from specinfer.model.load import load_model
@@ -17,13 +16,14 @@ from specinfer.model.load_config import LoadConfig
 from specinfer.model.quantized_experts import QuantizedExperts, quantize_experts
 from specinfer.model.routed_experts import RoutedExperts, round_experts
 from specinfer.model.runner import ModelRunner
+from specinfer.ops.quantization import BITS
 from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
 from thread_group import WHOLE, Ranks
 from tiny import logits, make_model, random_prompts, save_model
 
 pytest.importorskip("triton")
 import interpreter as interpreter
-from specinfer.kernels.triton import product as products
+from specinfer.ops.triton import product as products
 
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}

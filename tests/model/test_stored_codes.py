@@ -13,16 +13,16 @@ import torch
 from gguf_files import random_blocks, scaled, write_model
 from native import ISAS, each_isa, native
 from specinfer import LLM, ModelError, SamplingParams
-from specinfer.kernels import AdapterRuns, AdapterTable, Ending, LinearCall, LowRank, Panels, QuantizedWeight
-from specinfer.kernels.float8 import LEVELS
-from specinfer.kernels.panels import TYPES, has_dots
-from specinfer.kernels.quantization import dequantize, linear
 from specinfer.model.definition import load_plain
 from specinfer.model.folder import find_folder
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.gguf.blocks import weight_of
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import AdapterRuns, AdapterTable, Ending, LinearCall, LowRank, Panels, QuantizedWeight
+from specinfer.ops.cpu.panels import TYPES, has_dots
+from specinfer.ops.float8 import LEVELS
+from specinfer.ops.quantization import dequantize, linear
 from tiny import logits, random_prompts
 
 CPU = torch.device("cpu")

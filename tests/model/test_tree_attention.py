@@ -1,7 +1,7 @@
 """Tree attention over a layout: PyTorch's twin against explicit paths, and Triton's kernel against the twin.
 
 Without a GPU the kernel runs in Triton's interpreter (tests/support/suite.py), which is slow: shapes are small here,
-and compiling for GPUs is tests/kernels/test_programs.py's.
+and compiling for GPUs is tests/ops/test_programs.py's.
 """
 
 import itertools
@@ -19,11 +19,11 @@ from torch import Tensor
 import reference
 from interpreter import interpreted
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import plain_tree, tree_ops
-from specinfer.kernels.tree_layout import TreeLayout, num_words, pack_bits, unpack_bits
-from specinfer.kernels.triton.attention import attend
-from specinfer.kernels.triton.blocks import Blocks, Device, choose_blocks, device_of
-from specinfer.kernels.triton.store import store
+from specinfer.ops import plain_tree, tree_ops
+from specinfer.ops.tree_layout import TreeLayout, num_words, pack_bits, unpack_bits
+from specinfer.ops.triton.attention import attend
+from specinfer.ops.triton.blocks import Blocks, Device, choose_blocks, device_of
+from specinfer.ops.triton.store import store
 from tiny import trees
 from tree_cases import AttentionCase, Part, bushy, wide
 

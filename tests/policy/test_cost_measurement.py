@@ -16,12 +16,12 @@ from specinfer import LLM, SamplingParams
 from specinfer.core.request import Request
 from specinfer.drafters import SmallModelDrafter, make_drafter
 from specinfer.drafters.drafter_cache import DrafterCache
-from specinfer.kernels.draft import DraftCall
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.sizes import Size
 from specinfer.model.recurrent.scan import Scan
 from specinfer.model.runner import ModelRunner
+from specinfer.ops.cpu.draft import DraftCall
 from specinfer.policy import cost_measurement, streamed_costs
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_measurement import SIZES, measure_costs

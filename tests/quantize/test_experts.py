@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from native import native
 from specinfer import LLM, ModelError, SamplingParams
-from specinfer.kernels.panels import TYPES
-from specinfer.kernels.quantization import BITS, dequantize, quantize
 from specinfer.model.definition import load_plain
 from specinfer.model.load import load_model
 from specinfer.model.quantized_experts import QuantizedExperts, split_experts
 from specinfer.model.runner import ModelRunner
+from specinfer.ops.cpu.panels import TYPES
+from specinfer.ops.quantization import BITS, dequantize, quantize
 from specinfer.quantize.calibration import decoder_layers
 from specinfer.quantize.checkpoint import QuantizeConfig, QuantizeReport, write_quantized
 from specinfer.quantize.gptq import round_layers

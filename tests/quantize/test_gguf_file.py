@@ -10,7 +10,6 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from specinfer import ModelError
-from specinfer.kernels.quantization import dequantize
 from specinfer.model.definition import load_config, load_plain, load_tokenizer
 from specinfer.model.folder import find_folder
 from specinfer.model.gguf import rounding
@@ -18,6 +17,7 @@ from specinfer.model.gguf.blocks import weight_of
 from specinfer.model.gguf.families import FAMILIES
 from specinfer.model.gguf.rounding import rounded
 from specinfer.model.gguf.writing import TYPES
+from specinfer.ops.quantization import dequantize
 from specinfer.quantize.checkpoint import QuantizeConfig, QuantizeReport, write_quantized
 from tiny import make_model, save_model, save_tokenizer
 

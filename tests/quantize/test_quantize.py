@@ -12,10 +12,10 @@ from torch import Tensor
 
 from full_disk import limited_files
 from specinfer.core.errors import ModelError
-from specinfer.kernels import quantization
-from specinfer.kernels.quantization import Bits, dequantize, quantize
 from specinfer.model.definition import load_plain
 from specinfer.model.load import load_model
+from specinfer.ops import quantization
+from specinfer.ops.quantization import Bits, dequantize, quantize
 from specinfer.quantize.calibration import decoder_layers
 from specinfer.quantize.checkpoint import QuantizeConfig, QuantizeReport, write_quantized
 from specinfer.quantize.gptq import quantize_with_moments, round_layers

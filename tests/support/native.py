@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specinfer.kernels import library
+from specinfer.ops.cpu.library import library
 
 native = pytest.mark.skipif(library() is None, reason="built without a compiler")
 ISAS = (

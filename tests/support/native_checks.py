@@ -8,10 +8,10 @@ import torch
 
 import reference
 from native_layers import CPU, PROMPT, TREE, Reader, error, last_logits, load_fused, saved
-from specinfer.kernels import AttentionCall, ExpertsCall
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import AttentionCall, ExpertsCall
 from tiny import paths_of, random_prompts
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.kernels.recurrence import Decays, HeadSizes, RecurrenceCall
+from specinfer.ops.cpu.recurrence import Decays, HeadSizes, RecurrenceCall
 
 LAYERS = [(1, 1, 1, 1), (2, 1, 8, 6), (1, 3, 7, 33), (2, 2, 16, 64)]
 

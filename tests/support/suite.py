@@ -67,8 +67,8 @@ _LONG = (
     "server/test_openapi.py", "inputs/test_text_reader.py", "learning/test_tune.py", "learning/test_adaptation.py",
     "model/test_real_smollm2.py", "engine/device/test_executor.py", "verify/test_sampling_distribution.py",
     "cli/test_cli.py", "core/test_grammar.py", "verify/test_lossless.py", "test_examples.py",
-    "model/offload/test_memory.py", "kernels/test_programs.py", "server/test_bad_input_http.py",
-    "drafters/test_feature_drafters.py", "kernels/test_team.py", "verify/test_exactness.py",
+    "model/offload/test_memory.py", "ops/test_programs.py", "server/test_bad_input_http.py",
+    "drafters/test_feature_drafters.py", "ops/test_team.py", "verify/test_exactness.py",
     "learning/test_head_training.py",
 )  # fmt: skip
 

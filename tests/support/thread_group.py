@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from specinfer.core.tree import Draw, TokenTree
-from specinfer.kernels import AdapterTable
 from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.load import LoadedModel, load_model
+from specinfer.ops import AdapterTable
 from specinfer.parallel.group import Alone
 from specinfer.parallel.shard_spec import ShardSpec
 from tiny import random_prompts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import reference
 from specinfer.core.tree import Distribution, Draw, TokenTree
-from specinfer.kernels.tree_layout import TreeLayout, num_words, pack_bits
+from specinfer.ops.tree_layout import TreeLayout, num_words, pack_bits
 
 
 class Part(NamedTuple):

@@ -19,11 +19,12 @@ from specinfer import SamplingParams, StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import Request
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
-from specinfer.kernels import transfers, tree_ops
-from specinfer.kernels.plain_multi_step import WalkInputs
-from specinfer.kernels.triton import multi_step, traversal
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 from specinfer.model.load import LoadedModel
+from specinfer.ops import tree_ops
+from specinfer.ops.cpu import transfers
+from specinfer.ops.plain_multi_step import WalkInputs
+from specinfer.ops.triton import multi_step, traversal
 from specinfer.verify import Acceptance, device_batch, drawn_trees, verify
 from specinfer.verify.node_scores import NodeScores, Part, parameters_of
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run

@@ -26,9 +26,9 @@ from specinfer.core.request import Span
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters.growth.draft_sampling import draw
 from specinfer.drafters.growth.wanted_nodes import Node
-from specinfer.kernels import chance_table, plain_drawn, tree_ops
-from specinfer.kernels.plain_draft import path_probs
 from specinfer.model.load import LoadedModel
+from specinfer.ops import chance_table, plain_drawn, tree_ops
+from specinfer.ops.plain_draft import path_probs
 from specinfer.policy.base import FixedPolicy
 from specinfer.verify import Probs, SeededSource, batch, multi_step, traversal
 from tiny import make_model, make_request

@@ -19,7 +19,8 @@ from specinfer.core.noise import UniformStream
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree
-from specinfer.kernels import transfers, tree_ops
+from specinfer.ops import tree_ops
+from specinfer.ops.cpu import transfers
 from specinfer.verify import NAN, NO_VALID_TOKEN, RANDOM_RULES, Acceptance, batch, verify, verify_coupled
 from specinfer.verify.acceptance import SeededSource
 from tiny import make_request, paths_of, trees

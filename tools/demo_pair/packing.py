@@ -13,8 +13,8 @@ from torch import Tensor
 from specinfer.demo.chat_drafter import CHAT_DRAFTER, EMBEDDING, OUTPUT_HEAD
 from specinfer.demo.chat_model import CHAT, PACKED_HEADS
 from specinfer.demo.pair import CHECKSUMS, GROUP_SCALES, ROW_SCALE, WEIGHTS, digest, save
-from specinfer.kernels.quantization import quantize
-from specinfer.kernels.quantized_weight import GROUP_SIZES
+from specinfer.ops.quantization import quantize
+from specinfer.ops.quantized_weight import GROUP_SIZES
 
 _TIED = "lm_head.weight"
 _COMPACT = ("tokenizer.json", "token_map.json")  # written on one line, which takes less than half of the bytes

@@ -14,7 +14,7 @@ def collect_env() -> None:
 
     import torch
 
-    from specinfer import kernels
+    from specinfer import ops
     from specinfer.model.device import cpu_model, driver_version, why_no_cuda
     from specinfer.setup.gpu_path import described, gpu_abilities
 
@@ -26,7 +26,7 @@ def collect_env() -> None:
         "cpu": cpu_model() or "unknown",
         "cores": str(usable_cpus()),
         "memory": _memory(),
-        "native kernels": kernels.describe(),
+        "native kernels": ops.describe(),
         "native layers": _native_types(),
         "torch threads": str(torch.get_num_threads()),
         "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
@@ -70,7 +70,7 @@ def _native_types() -> str:
     """Return the dtypes whose linear layers run faster on the native kernels, as measured now."""
     import torch
 
-    from specinfer.kernels import packs_type
+    from specinfer.ops import packs_type
 
     types = [torch.float32, torch.bfloat16, torch.float16]
     names = [str(dtype).removeprefix("torch.") for dtype in types if packs_type(dtype)]

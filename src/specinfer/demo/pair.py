@@ -1,6 +1,6 @@
 """The embedded weights: a byte or half a byte per weight in the package, ordinary Hugging Face folders in use.
 
-Each matrix is stored as int8 rows with one scale per row, or as 4-bit codes (`kernels/quantization.py`), next to a list
+Each matrix is stored as int8 rows with one scale per row, or as 4-bit codes (`ops/quantization.py`), next to a list
 of checksums. The weights are unpacked once into the user's cache, under a name taken from the checksums, so that a new
 pair never uses an old cache.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 from specinfer.core.errors import ModelError
 from specinfer.core.files import cache_folder
 from specinfer.demo.chat_model import OTHERS, PACKED_HEADS
-from specinfer.kernels.quantization import dequantize
-from specinfer.kernels.quantized_weight import QuantizedWeight
+from specinfer.ops.quantization import dequantize
+from specinfer.ops.quantized_weight import QuantizedWeight
 
 PACKED = Path(__file__).parent  # holds target/, drafter/, drafter-2/ and drafter-3/
 CHECKSUMS = "checksums.json"

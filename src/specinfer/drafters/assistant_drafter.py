@@ -17,8 +17,6 @@ from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, Hea
 from specinfer.drafters.growth.draft_sampling import draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
 from specinfer.drafters.vocabulary.token_map import Known
-from specinfer.kernels.kv_types import KVScales
-from specinfer.kernels.triton import on_device
 from specinfer.model.batch import Piece, pack
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.heads.assistant import AssistantHead
@@ -26,6 +24,8 @@ from specinfer.model.kv_cache import Slots
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.ops.kv_types import KVScales
+from specinfer.ops.triton import on_device
 
 
 @dataclass(slots=True)

@@ -22,12 +22,12 @@ from specinfer.drafters.growth.draft_sampling import chooses_for, sampling_of
 from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
 from specinfer.drafters.growth.subtree_size import BIN_EDGES
 from specinfer.drafters.vocabulary.token_map import Vocabulary
-from specinfer.kernels.choice import SUPPORT
-from specinfer.kernels.draft import DRAWN, NOISY, DecoderParts, DraftCall, Drafted, DraftTree, DrawnFrom, GrowthRules
-from specinfer.kernels.toss import sources_at
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.runner import ModelRunner
+from specinfer.ops.cpu.choice import SUPPORT
+from specinfer.ops.cpu.draft import DRAWN, NOISY, DecoderParts, DraftCall, Drafted, DraftTree, DrawnFrom, GrowthRules
+from specinfer.ops.cpu.toss import sources_at
 from specinfer.verify.logits import is_adjusted, log_min_p
 
 MAX_READ = 64  # known tokens of a request that a draft reads; more are read before
@@ -214,5 +214,5 @@ class _Distributions:
         return Distribution(self._from.candidates[parent], self._from.probs[parent], removed)
 
     def sources(self, nodes: Ints) -> Ints:
-        """Return what these nodes were drawn from, [nodes, 5], as in `kernels/toss.py`."""
+        """Return what these nodes were drawn from, [nodes, 5], as in `ops/cpu/toss.py`."""
         return sources_at(*self._from, self._parents[nodes], self._ranks[nodes])

@@ -8,7 +8,7 @@ from torch import Tensor
 from specinfer.core.logprob import Logprob, with_texts
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import transfers
+from specinfer.ops.cpu import transfers
 from specinfer.verify import Acceptance
 from specinfer.verify.logits import AskedLogprobs, top_logprobs
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from specinfer.kernels import AttentionCall, attends, tree_ops
-from specinfer.kernels.kv_types import rows_of
 from specinfer.model.batch import AttentionGroup, ForwardBatch
+from specinfer.ops import AttentionCall, attends, tree_ops
+from specinfer.ops.kv_types import rows_of
 
 ATTENTION_NAME = "specinfer"
 # Keywords that models pass on and that do not affect attention here.

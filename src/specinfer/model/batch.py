@@ -19,13 +19,13 @@ from torch import Tensor
 
 from specinfer.core.draws import Ints
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import AdapterRows, AdapterRuns, AdapterTable, FlatPieces, NativePieces, library
-from specinfer.kernels.kv_types import KVScales
-from specinfer.kernels.sight import sight
-from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.kv_cache import NO_SLOTS, Slots
 from specinfer.model.recurrent import scan as scans
 from specinfer.model.recurrent.states import RecurrentStates
+from specinfer.ops import AdapterRows, AdapterRuns, AdapterTable, FlatPieces, NativePieces, library
+from specinfer.ops.cpu.sight import sight
+from specinfer.ops.kv_types import KVScales
+from specinfer.ops.tree_layout import TreeLayout
 
 # Spans of at most this many new tokens share one padded attention call.
 MAX_GROUPED_TOKENS = 128

@@ -4,7 +4,7 @@ It supports the families of the kind `LLAMA` (`layer_families.py`): whole models
 heads. Products with the same input are computed together (queries, keys and values; gates and values). Each of these is
 one launch: the residual sum with the norm; head norms, rotation and the store of keys and values; SiLU with its
 product. Nothing is read back from the device. Rotations are looked up by position in a table made at load. On a CPU the
-same code runs with the plain versions in `kernels/layer_ops.py`.
+same code runs with the plain versions in `ops/layer_ops.py`.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.tree_shape import MAX_TREE_NODES
-from specinfer.kernels.layer_ops import (
-    add_norm,
-    few_rows_product,
-    gate,
-    gated_product,
-    has_few_rows_kernel,
-    rotate_and_store,
-)
-from specinfer.kernels.plain_layer import rotation_table, sum_parts
 from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.fused import Watch
@@ -32,6 +23,15 @@ from specinfer.model.layer_families import LLAMA, activation_of, kind_of
 from specinfer.model.layer_kind import linears_of, window_of
 from specinfer.model.linears import can_join, joined
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
+from specinfer.ops.layer_ops import (
+    add_norm,
+    few_rows_product,
+    gate,
+    gated_product,
+    has_few_rows_kernel,
+    rotate_and_store,
+)
+from specinfer.ops.plain_layer import rotation_table, sum_parts
 from specinfer.parallel.group import Group
 from specinfer.parallel.rank_sums import RankSums
 

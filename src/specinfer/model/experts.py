@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specinfer.kernels import GATES, Ending, LinearCall, Panels, QuantizedWeight
 from specinfer.model.cut import Cut
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
@@ -15,6 +14,7 @@ from specinfer.model.packing import together
 from specinfer.model.quantized_experts import Expert, QuantizedExperts, first_of, matrix_of, opened, opening_of
 from specinfer.model.routed_experts import Weight, routed
 from specinfer.model.stacked_source import STACKED
+from specinfer.ops import GATES, Ending, LinearCall, Panels, QuantizedWeight
 
 # Families whose checkpoints name each expert's matrices as `EXPERT` does, and whose definition stacks them.
 _SEPARATE = frozenset(

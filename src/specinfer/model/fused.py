@@ -12,9 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import LayersCall, LinearCall, QuantizedEmbedding, norm, packs_type
-from specinfer.kernels.draft import DecoderParts
-from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.fused_layer import Layer, can_fuse_layers, norm_weight, taken_apart
 from specinfer.model.fused_layers import call_of_layers, scratch_floats
@@ -26,6 +23,9 @@ from specinfer.model.packing import Packing, call_of
 from specinfer.model.recurrent.scan import Scan
 from specinfer.model.rotations import Rotations
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
+from specinfer.ops import LayersCall, LinearCall, QuantizedEmbedding, norm, packs_type
+from specinfer.ops.cpu.draft import DecoderParts
+from specinfer.ops.quantization import BITS
 from specinfer.parallel.group import Alone, Group
 
 # Callback with the number of computed layers and the hidden states after them, which it may modify.

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specinfer.kernels import (
+from specinfer.model.layer_kind import PartKind, find
+from specinfer.model.quantized_experts import QuantizedExperts
+from specinfer.ops import (
     Ending,
     ExpertsCall,
     LinearCall,
@@ -18,9 +20,7 @@ from specinfer.kernels import (
     packs_type,
     quantize,
 )
-from specinfer.kernels.quantization import Bits
-from specinfer.model.layer_kind import PartKind, find
-from specinfer.model.quantized_experts import QuantizedExperts
+from specinfer.ops.quantization import Bits
 
 # By the activation of gates, and of values that have none.
 HALVES = {"silu": Opening.SILU_HALVES, "gelu_pytorch_tanh": Opening.GELU_HALVES}

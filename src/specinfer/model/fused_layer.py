@@ -12,20 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import (
-    GATES,
-    Attends,
-    AttentionCall,
-    LayerCall,
-    LinearCall,
-    NativePieces,
-    Opens,
-    PartCall,
-    packs_type,
-)
-from specinfer.kernels.attention import MAX_DIM
-from specinfer.kernels.layer_part import Adds, Between, Mixer, Sum
-from specinfer.kernels.recurrent_layer import RecurrentCall, RecurrentParts
 from specinfer.model.batch import KVStore
 from specinfer.model.fused_experts import HALVES, OF_INPUTS, UNGATED, can_fuse_experts, experts_of
 from specinfer.model.layer_factors import factors_of
@@ -37,6 +23,20 @@ from specinfer.model.offload.meta_weights import origin_of
 from specinfer.model.packing import GATES_OF_PANEL, Origin, Packing, are_alike, call_of, can_join
 from specinfer.model.rotations import Table
 from specinfer.model.sharding.placeholder import Placeholder
+from specinfer.ops import (
+    GATES,
+    Attends,
+    AttentionCall,
+    LayerCall,
+    LinearCall,
+    NativePieces,
+    Opens,
+    PartCall,
+    packs_type,
+)
+from specinfer.ops.cpu.attention import MAX_DIM
+from specinfer.ops.cpu.layer_part import Adds, Between, Mixer, Sum
+from specinfer.ops.cpu.recurrent_layer import RecurrentCall, RecurrentParts
 
 _OPENINGS = {"halves": HALVES, "squares": UNGATED, "inputs": OF_INPUTS}  # by what lies between
 _SUMS = {None: Sum.ALONE, "first": Sum.FIRST, "last": Sum.LAST}

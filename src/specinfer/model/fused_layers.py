@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specinfer.kernels import LayersCall
-from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.fused_layer import Layer, taken_apart
 from specinfer.model.layer_families import kind_of
 from specinfer.model.packing import Packing
 from specinfer.model.rotations import Rotations, Table
+from specinfer.ops import LayersCall
+from specinfer.ops.quantization import BITS
 
 
 def call_of_layers(layers: Sequence[Layer], store: KVStore, tables: Sequence[Table]) -> LayersCall:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specinfer.kernels.kv_types import FLOAT8, NO_SCALES, KVScales, to_stored
 from specinfer.model.kv_cache import Slots
 from specinfer.model.recurrent.states import RecurrentStates
+from specinfer.ops.kv_types import FLOAT8, NO_SCALES, KVScales, to_stored
 
 
 @dataclass(frozen=True, slots=True)

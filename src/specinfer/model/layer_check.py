@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch, Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_tensors import KVTensors, LayerShape
 from specinfer.model.layer_families import trunk_of
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
 from specinfer.model.sharding.stage import received
+from specinfer.ops.quantization import BITS
 
 _WIDENED = 2**18  # weights widened at a time, few enough for the processor's cache
 _SMALL = 1e-3  # root mean square of the last token's hidden states, small so that the epsilon of norms matters

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from specinfer.kernels import LayerInputsCall, QuantizedEmbedding, packs_type
 from specinfer.model.packing import Packing, call_of
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder
+from specinfer.ops import LayerInputsCall, QuantizedEmbedding, packs_type
 
 
 def can_take_inputs(trunk: Any, config: Any) -> bool:

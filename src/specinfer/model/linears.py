@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels import Float8Linear, QuantizedEmbedding, QuantizedLinear, QuantizedWeight
-from specinfer.kernels.quantization import BITS
-from specinfer.kernels.quantized_linear import joined_bias
 from specinfer.model.quantized_experts import plain_linear, quantize_experts
 from specinfer.model.routed_experts import round_experts
+from specinfer.ops import Float8Linear, QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from specinfer.ops.quantization import BITS
+from specinfer.ops.quantized_linear import joined_bias
 
 HEAD_BITS: Literal[8] = 8  # later layers cannot make up for an error of the last one
 # Layers that choose experts: they are small, and another choice changes more than a small error in a number.

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError, first_line
 from specinfer.core.progress import ProgressCallback
-from specinfer.kernels import PackedLinear, QuantizedEmbedding, QuantizedLinear, pack_linears
 from specinfer.model.attention import register
 from specinfer.model.context_length import fit_to_length, max_position_of
 from specinfer.model.cut import LinearCut
@@ -41,6 +40,7 @@ from specinfer.model.recurrent.layers import check_stages
 from specinfer.model.shard_definition import BuiltModel, read_shard, rounding_of
 from specinfer.model.sharding.shard import connect_shards, rank_layers
 from specinfer.model.streamed import load_streamed
+from specinfer.ops import PackedLinear, QuantizedEmbedding, QuantizedLinear, pack_linears
 from specinfer.parallel.shard_spec import ShardSpec
 
 logger = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from specinfer.core.config import OffloadConfig
-from specinfer.kernels.library import library
-from specinfer.kernels.quantization import BITS
-from specinfer.kernels.triton import why_not_on
 from specinfer.model import experts
 from specinfer.model.fused import can_fuse, has_sums
 from specinfer.model.fused_experts import has_numbers
+from specinfer.ops.cpu.library import library
+from specinfer.ops.quantization import BITS
+from specinfer.ops.triton import why_not_on
 from specinfer.parallel.shard_spec import ShardSpec
 
 

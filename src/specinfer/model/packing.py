@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import LinearCall, Panels, QuantizedLinear, QuantizedWeight, choose, quantize
-from specinfer.kernels.quantization import Bits
-from specinfer.kernels.scales import WIDTH
 from specinfer.model.cut import Cut
+from specinfer.ops import LinearCall, Panels, QuantizedLinear, QuantizedWeight, choose, quantize
+from specinfer.ops.quantization import Bits
+from specinfer.ops.scales import WIDTH
 
 GATES_OF_PANEL = 16  # as many values follow them
 _ROWS_AT_ONCE = 1024  # rows of a weight checked at a time

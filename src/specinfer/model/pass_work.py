@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specinfer.kernels import PackedLinear, QuantizedEmbedding
 from specinfer.model.definition import load_config
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.kv_tensors import bytes_per_slot
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import is_recurrent
+from specinfer.ops import PackedLinear, QuantizedEmbedding
 
 _WINDOWED = ("sliding_attention", "chunked_attention")  # kinds of layers that attend to the last tokens only
 

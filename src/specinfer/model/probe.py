@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError, WeightsError, first_line
-from specinfer.kernels.kv_types import NO_SCALES
 from specinfer.model.attention import UnsupportedAttentionError
 from specinfer.model.batch import Piece, pack
 from specinfer.model.context_length import max_position_of
@@ -22,6 +21,7 @@ from specinfer.model.layer_check import Reference, Verdict, judge, recording
 from specinfer.model.recurrent.layers import num_stored, stores
 from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.model.sharding.stage import check_stage, random_hidden
+from specinfer.ops.kv_types import NO_SCALES
 
 # Vocabularies have their most common words after the special tokens and bytes.
 _FIRST_COMMON, _APART = 261, 37

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import Ending, LinearCall, Panels, QuantizedLinear, quantize
-from specinfer.kernels.library import library
-from specinfer.kernels.quantization import Bits
+from specinfer.ops import Ending, LinearCall, Panels, QuantizedLinear, quantize
+from specinfer.ops.cpu.library import library
+from specinfer.ops.quantization import Bits
 
 _Linear = Callable[[Tensor], Tensor]
 _Gated = Callable[[Tensor], Tensor]  # from inputs to the inputs of the output matrix

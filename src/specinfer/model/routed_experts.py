@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import QuantizedLinear, QuantizedWeight
-from specinfer.kernels.layer_ops import routed_product
-from specinfer.kernels.quantization import Bits, dequantize, quantize
-from specinfer.kernels.routes import Routes
 from specinfer.model.quantized_experts import can_quantize_experts, first_of, matrix_of, opening_of
+from specinfer.ops import QuantizedLinear, QuantizedWeight
+from specinfer.ops.layer_ops import routed_product
+from specinfer.ops.quantization import Bits, dequantize, quantize
+from specinfer.ops.routes import Routes
 
 Weight = QuantizedWeight | Tensor  # of an expert, [out, in]
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from specinfer.core.progress import ProgressCallback
-from specinfer.kernels import AdapterRows
-from specinfer.kernels.triton import on_device
 from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
@@ -22,6 +20,8 @@ from specinfer.model.load import LoadedModel
 from specinfer.model.offload.budget import PassCapacity
 from specinfer.model.recurrent.layers import kept_states
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
+from specinfer.ops import AdapterRows
+from specinfer.ops.triton import on_device
 
 
 class Pass(Protocol):

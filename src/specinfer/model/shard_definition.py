@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError, WeightsError
 from specinfer.core.progress import ProgressCallback
-from specinfer.kernels import QuantizedWeight
 from specinfer.model.definition import eos_token_ids_of, read_definition
 from specinfer.model.experts import place_experts
 from specinfer.model.linears import layer_names, place_codes, rounds_experts
@@ -23,6 +22,7 @@ from specinfer.model.offload.shards import has_safetensors, has_usual_names
 from specinfer.model.probe import Probe
 from specinfer.model.sharding.shard import shard_model
 from specinfer.model.sharding.tensor_parallel import Split
+from specinfer.ops import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)

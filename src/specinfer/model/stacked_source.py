@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
+from specinfer.ops import QuantizedWeight
 
 EXPERT = re.compile(
     r"(?P<layer>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate_proj|up_proj|down_proj|w[123])\.(?P<end>weight|bias)"

@@ -10,7 +10,6 @@ from torch import nn
 
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
-from specinfer.kernels import PackedLinear, QuantizedLinear, pack_linears
 from specinfer.model.cut import Cut
 from specinfer.model.fused import FusedDecoder
 from specinfer.model.fused_layer import Layer
@@ -38,6 +37,7 @@ from specinfer.model.shard_definition import (
     prepare_conversion,
     rounding_of,
 )
+from specinfer.ops import PackedLinear, QuantizedLinear, pack_linears
 
 Entries = dict[str, LayoutEntry]  # what is streamed of one layer, by name
 _Origin = tuple[str, Cut | None] | None  # of a weight, if it is known

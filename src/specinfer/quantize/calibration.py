@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from specinfer.kernels.quantization import Bits
-from specinfer.kernels.quantized_weight import QuantizedWeight
 from specinfer.learning.tune.corpus import Prompts, read_prompts
 from specinfer.model.definition import known_positions, load_config, load_plain, load_tokenizer
 from specinfer.model.linears import layer_lists
 from specinfer.model.quantized_experts import split_experts
+from specinfer.ops.quantization import Bits
+from specinfer.ops.quantized_weight import QuantizedWeight
 from specinfer.quantize.experts import Place
 from specinfer.quantize.gptq import round_layers
 

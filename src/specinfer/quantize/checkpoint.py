@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.quantization import BITS, Bits, quantize
-from specinfer.kernels.quantized_weight import GROUP_SIZES, QuantizedWeight
 from specinfer.model.definition import load_config, load_plain, load_tokenizer
 from specinfer.model.folder import replacing
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.gguf.writing import TYPES, write_gguf
 from specinfer.model.offload.shards import Shards, has_safetensors, weight_paths
+from specinfer.ops.quantization import BITS, Bits, quantize
+from specinfer.ops.quantized_weight import GROUP_SIZES, QuantizedWeight
 from specinfer.quantize.calibration import Calibrated, calibrate, read_texts
 from specinfer.quantize.layers import Layers
 from specinfer.reporting.files import check_files, naming

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import each_alone
-from specinfer.kernels.quantization import RANGES, Bits, dequantize, find_scales, quantize
-from specinfer.kernels.quantized_weight import GROUP_SIZES, ZEROS, QuantizedWeight
+from specinfer.ops import each_alone
+from specinfer.ops.quantization import RANGES, Bits, dequantize, find_scales, quantize
+from specinfer.ops.quantized_weight import GROUP_SIZES, ZEROS, QuantizedWeight
 
 _DAMPING = 0.01  # of the mean second moment, added to all of them, because few texts leave some directions unseen
 _AT_ONCE = 1024  # rows; with fewer a step would be all overhead

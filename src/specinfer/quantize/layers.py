@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.quantization import Bits
-from specinfer.kernels.quantized_weight import GROUP_SIZES
 from specinfer.model.definition import load_config, outline
 from specinfer.model.folder import weight_shapes
 from specinfer.model.gguf.stored import mtp_names
 from specinfer.model.linears import ROUTER, layer_names, quantizable_names
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
+from specinfer.ops.quantization import Bits
+from specinfer.ops.quantized_weight import GROUP_SIZES
 from specinfer.quantize.experts import Place, StoredExperts
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import torch
 
 from specinfer.core.errors import first_line
-from specinfer.kernels.triton import why_not_on
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.runner import TargetRunner
+from specinfer.ops.triton import why_not_on
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import computing_alone, transfers
-from specinfer.kernels.choice import choose_token, chooses
-from specinfer.kernels.toss import toss_trees
-from specinfer.kernels.tree_ops import NAN, NO_VALID_TOKEN
-from specinfer.kernels.walk import walk_trees
+from specinfer.ops import computing_alone
+from specinfer.ops.cpu import transfers
+from specinfer.ops.cpu.choice import choose_token, chooses
+from specinfer.ops.cpu.toss import toss_trees
+from specinfer.ops.cpu.walk import walk_trees
+from specinfer.ops.tree_ops import NAN, NO_VALID_TOKEN
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.coupled import Place, verify_coupled
 from specinfer.verify.device_batch import verify_on_device

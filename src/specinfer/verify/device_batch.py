@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
-from specinfer.kernels.transfers import fetch, send_together
-from specinfer.kernels.triton import runs_on
+from specinfer.ops.cpu.transfers import fetch, send_together
+from specinfer.ops.triton import runs_on
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.coupled import verify_coupled
 from specinfer.verify.drawn_trees import DrawnTrees, draws_of

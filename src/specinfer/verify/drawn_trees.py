@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specinfer.core.draws import Floats, Ints
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_multi_step import MOST_TOKENS, WalkInputs
+from specinfer.ops import tree_ops
+from specinfer.ops.plain_multi_step import MOST_TOKENS, WalkInputs
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.node_scores import NodeScores, Part
 from specinfer.verify.rules import MULTI_STEP, TRAVERSAL

@@ -18,11 +18,12 @@ from specinfer.core.logprob import Logprob, by_token
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.token_counts import TokenCounts
-from specinfer.kernels import computing_alone, transfers, tree_ops
-from specinfer.kernels.choice import most_probable
-from specinfer.kernels.token_scores import TokenScores, score_tokens
-from specinfer.kernels.transfers import send
-from specinfer.kernels.tree_layout import num_words
+from specinfer.ops import computing_alone, tree_ops
+from specinfer.ops.cpu import transfers
+from specinfer.ops.cpu.choice import most_probable
+from specinfer.ops.cpu.transfers import send
+from specinfer.ops.token_scores import TokenScores, score_tokens
+from specinfer.ops.tree_layout import num_words
 
 _FEW = 128  # number of best tokens that top-p looks at first
 

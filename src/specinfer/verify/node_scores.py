@@ -10,8 +10,8 @@ from torch import Tensor
 from specinfer.core.draws import Ints
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
-from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_logits import Truncation
+from specinfer.ops import tree_ops
+from specinfer.ops.plain_logits import Truncation
 from specinfer.verify.logits import adjust, is_adjusted, log_min_p, temperature_of, top_k_of
 
 

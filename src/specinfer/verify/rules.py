@@ -24,7 +24,7 @@ import torch
 
 from specinfer.core.noise import UniformStream
 from specinfer.core.tree import TokenTree
-from specinfer.kernels.tree_ops import NAN, NO_VALID_TOKEN
+from specinfer.ops.tree_ops import NAN, NO_VALID_TOKEN
 from specinfer.verify.acceptance import Acceptance, Probs, RandomSource, SeededSource
 from specinfer.verify.multi_step import verify_multi_step
 from specinfer.verify.traversal import verify_traversal

@@ -17,8 +17,8 @@ from specinfer.core.tree import Distribution
 from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, draw
 from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.drafters.vocabulary.token_map import TokenMap
-from specinfer.kernels import transfers
-from specinfer.kernels.choice import SUPPORT
+from specinfer.ops.cpu import transfers
+from specinfer.ops.cpu.choice import SUPPORT
 from tiny import make_request
 
 VOCAB = 30

@@ -15,10 +15,11 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.engine import Engine
-from specinfer.kernels import AdapterSlots, low_rank
 from specinfer.model.adapters.registry import Adapters
 from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.load import LoadedModel
+from specinfer.ops import AdapterSlots
+from specinfer.ops.cpu import low_rank
 from tiny import make_request, random_prompts, run
 
 TREES = {

@@ -19,18 +19,18 @@ from specinfer.engine.device.passes import BlockPass
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.sizes import shape_of
-from specinfer.kernels import layer_ops, tree_ops
 from specinfer.model import device_decoder
 from specinfer.model.heads import block, eagle3
 from specinfer.model.linears import quantize_linears
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import layer_ops, tree_ops
 from step_programs import ASSISTANT, CPU, programs_of, save_head, target_of, with_head
 from tiny import FAMILIES
 
 pytest.importorskip("triton")
 import interpreter as interpreter
-from specinfer.kernels.triton.compilation import Zeros
+from specinfer.ops.triton.compilation import Zeros
 
 KINDS = ["EAGLE-3", "EAGLE-3, as PyTorch has it", "EAGLE", "MTP", "DFlash", "DSpark", "P-EAGLE", ASSISTANT]
 ONLY_WRITE = {

@@ -42,12 +42,12 @@ from specinfer.engine.device.processing import Processing
 from specinfer.engine.engine import Engine
 from specinfer.engine.executor import StepResult
 from specinfer.engine.host_executor import HostExecutor
-from specinfer.kernels import transfers
-from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
+from specinfer.ops.cpu import transfers
+from specinfer.ops.plain_logits import Adjustments
 from specinfer.verify import device_batch
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 

@@ -17,8 +17,8 @@ from specinfer.drafters.growth.calibration import Calibration, source_of
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.engine import Engine
-from specinfer.kernels.chance_table import DRAWN, GREEDY, SAMPLED
 from specinfer.model.load import LoadedModel
+from specinfer.ops.chance_table import DRAWN, GREEDY, SAMPLED
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.request_policy import RequestPolicy
 from tiny import make_request, random_prompts, run

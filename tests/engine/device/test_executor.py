@@ -34,12 +34,12 @@ from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.served_requests import ServedRequests
 from specinfer.engine.executor import StepResult
 from specinfer.engine.host_executor import HostExecutor
-from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_logits import Adjustments
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import tree_ops
+from specinfer.ops.plain_logits import Adjustments
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.request_policy import RequestPolicy
 from tiny import VOCAB, make_request, quick, random_prompts, run

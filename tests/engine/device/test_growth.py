@@ -14,13 +14,13 @@ from slow_growth import F32, Guess, Wish, slow_tree
 from specinfer.core.noise import gumbel
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
 from specinfer.engine.device.growth import DraftShape, empty_table, grow
-from specinfer.kernels import tree_ops
-from specinfer.kernels.chance_table import ChanceTable
-from specinfer.kernels.drawn import Drawing
-from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
-from specinfer.kernels.plain_drawn import Draws
-from specinfer.kernels.plain_logits import Truncation
-from specinfer.kernels.tree_layout import unpack_bits
+from specinfer.ops import tree_ops
+from specinfer.ops.chance_table import ChanceTable
+from specinfer.ops.drawn import Drawing
+from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
+from specinfer.ops.plain_drawn import Draws
+from specinfer.ops.plain_logits import Truncation
+from specinfer.ops.tree_layout import unpack_bits
 
 KERNELS = ("add_candidates", "draw_candidates", "next_frontier", "best_tree")
 VOCAB = 40
@@ -228,7 +228,7 @@ def test_trees_of_kernels_are_those_of_the_slow_rule(
 
 def use_kernels(patch: pytest.MonkeyPatch) -> None:
     """Let Triton's interpreter run the draft loop."""
-    from specinfer.kernels.triton import candidates, draft, drawn
+    from specinfer.ops.triton import candidates, draft, drawn
 
     modules = {"add_candidates": candidates, "draw_candidates": drawn}
     for name in KERNELS:

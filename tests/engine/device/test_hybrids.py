@@ -25,11 +25,11 @@ from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.engine import Engine
-from specinfer.kernels import layer_ops
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.recurrent.states import RecurrentStates
+from specinfer.ops import layer_ops
 from tiny import HYBRIDS, KINDS_OF_HYBRIDS, make_request, quick, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]

@@ -19,8 +19,8 @@ from specinfer.engine.device.logprobs import Asked, read_logprobs, result_shapes
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.state import Exchange
 from specinfer.engine.engine import Engine
-from specinfer.kernels import token_scores
 from specinfer.model.load import LoadedModel
+from specinfer.ops import token_scores
 from specinfer.verify.logits import AskedLogprobs, top_logprobs
 from tiny import VOCAB, make_request, random_prompts, run
 

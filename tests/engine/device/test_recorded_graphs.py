@@ -25,9 +25,9 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.size_choice import SizeChoice
 from specinfer.engine.engine import Engine
-from specinfer.kernels import choice
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.graph_runner import GraphRunner
+from specinfer.ops.cpu import choice
 from step_programs import save_head, target_of
 from tiny import run
 

@@ -29,12 +29,13 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import MergedDrafter, SelfDrafter, SelfRunner, sparse_context
 from specinfer.engine.engine import Engine
-from specinfer.kernels import QuantizedLinear, low_rank
 from specinfer.model.adapters.registry import Adapters
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.model.self_copy import load_self
+from specinfer.ops import QuantizedLinear
+from specinfer.ops.cpu import low_rank
 from specinfer.policy.base import FixedPolicy
 from tiny import make_request, random_prompts, run
 

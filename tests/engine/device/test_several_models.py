@@ -12,10 +12,10 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import MergedDrafter
-from specinfer.kernels import tree_ops
-from specinfer.kernels.triton import draft
-from specinfer.kernels.triton.walk import walk
 from specinfer.model.load import LoadedModel
+from specinfer.ops import tree_ops
+from specinfer.ops.triton import draft
+from specinfer.ops.triton.walk import walk
 from tiny import run
 
 Models = tuple[LoadedModel, list[LoadedModel]]

@@ -20,18 +20,6 @@ from specinfer.engine.device.draft_program import DraftProgram
 from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
-from specinfer.kernels import layer_ops, tree_ops
-from specinfer.kernels.chance_table import DRAWN, ChanceTable
-from specinfer.kernels.choice import SUPPORT
-from specinfer.kernels.kv_types import NO_SCALES, KVScales
-from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
-from specinfer.kernels.plain_drawn import DrawnRows, Draws
-from specinfer.kernels.plain_guesses import Guesses
-from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
-from specinfer.kernels.plain_multi_step import WalkInputs
-from specinfer.kernels.plain_recurrence import ScanOrder
-from specinfer.kernels.recurrence import ConvolutionCall, RecurrenceCall
-from specinfer.kernels.tree_layout import TreeLayout, num_words
 from specinfer.model import device_decoder
 from specinfer.model.batch import Piece
 from specinfer.model.definition import load_plain
@@ -42,6 +30,18 @@ from specinfer.model.load import load_model
 from specinfer.model.recurrent.layers import is_recurrent, state_bytes
 from specinfer.model.recurrent.short_conv import ShortConv
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import layer_ops, tree_ops
+from specinfer.ops.chance_table import DRAWN, ChanceTable
+from specinfer.ops.cpu.choice import SUPPORT
+from specinfer.ops.cpu.recurrence import ConvolutionCall, RecurrenceCall
+from specinfer.ops.kv_types import NO_SCALES, KVScales
+from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
+from specinfer.ops.plain_drawn import DrawnRows, Draws
+from specinfer.ops.plain_guesses import Guesses
+from specinfer.ops.plain_logits import Adjustments, Paths, Truncation
+from specinfer.ops.plain_multi_step import WalkInputs
+from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.tree_layout import TreeLayout, num_words
 from specinfer.planning.device_costs import StepDesign
 from step_programs import ASSISTANT, META, head_on_meta, on_meta, programs_of, save_head, target_of
 from tiny import FAMILIES, HYBRIDS, quick

@@ -10,7 +10,6 @@ import torch
 
 from adapters import save_adapter
 from specinfer.core.lora import LoRAConfig, LoRARequest
-from specinfer.kernels import AdapterTable, low_rank
 from specinfer.model import device_decoder
 from specinfer.model.adapters.registry import Adapters
 from specinfer.model.batch import Piece
@@ -19,6 +18,8 @@ from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import AdapterTable
+from specinfer.ops.cpu import low_rank
 
 CPU = torch.device("cpu")
 

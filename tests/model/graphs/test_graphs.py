@@ -25,10 +25,6 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter, loading
-from specinfer.kernels import layer_ops, tree_ops
-from specinfer.kernels.plain_recurrence import ScanOrder
-from specinfer.kernels.recurrence import ConvolutionCall, RecurrenceCall
-from specinfer.kernels.tree_layout import unpack_bits
 from specinfer.model import capacity
 from specinfer.model.batch import Piece
 from specinfer.model.capacity import plan_capacity
@@ -48,6 +44,10 @@ from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.recurrent.layers import kept_states, num_taps
 from specinfer.model.recurrent.scan import Scan
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import layer_ops, tree_ops
+from specinfer.ops.cpu.recurrence import ConvolutionCall, RecurrenceCall
+from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.tree_layout import unpack_bits
 from specinfer.setup import assembly
 from tiny import (
     FAMILIES,

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from native import native
 from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
-from specinfer.kernels import QuantizedLinear
 from specinfer.model.cut import Cut
 from specinfer.model.load import load_model
 from specinfer.model.offload.direct import DirectFile
 from specinfer.model.offload.shards import Shards
+from specinfer.ops import QuantizedLinear
 from specinfer.parallel.shard_spec import ShardSpec
 from thread_group import WHOLE, Ranks, make_shards
 from tiny import save_model

@@ -14,7 +14,7 @@ from specinfer.core.draws import Floats, Ints
 from specinfer.core.lookups import is_self
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
-from specinfer.kernels.tried import Verified, count_tried
+from specinfer.ops.cpu.tried import Verified, count_tried
 from specinfer.verify import Acceptance
 
 RANKS = 8  # the last rank stands for all later ones

@@ -25,10 +25,10 @@ from specinfer.core.request import Request
 from specinfer.core.tree import Distribution
 from specinfer.drafters.growth.wanted_nodes import Node, WantedNodes
 from specinfer.drafters.vocabulary.token_map import TokenMap
-from specinfer.kernels import computing_alone
-from specinfer.kernels.choice import SUPPORT, most_probable, noise_for
-from specinfer.kernels.toss import sources_at
-from specinfer.kernels.transfers import on_host
+from specinfer.ops import computing_alone
+from specinfer.ops.cpu.choice import SUPPORT, most_probable, noise_for
+from specinfer.ops.cpu.toss import sources_at
+from specinfer.ops.cpu.transfers import on_host
 from specinfer.verify.logits import adjust, is_adjusted, truncate
 
 CHOSEN = ("shared-noise", "top-k")  # with these, tokens are chosen, not drawn: none has a distribution
@@ -72,7 +72,7 @@ class Candidates:
         return [[place for place in row if place >= 0] for row in self.places.tolist()]
 
     def sources(self, rows: npt.NDArray[np.int64], ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return what these drawn candidates were drawn from, [candidates, 5], as in `kernels/toss.py`.
+        """Return what these drawn candidates were drawn from, [candidates, 5], as in `ops/cpu/toss.py`.
 
         The addresses are valid as long as these candidates are kept.
         """

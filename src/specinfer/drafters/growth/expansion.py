@@ -38,8 +38,8 @@ from specinfer.drafters.growth.nodes import Bools, Ints, Nodes
 from specinfer.drafters.growth.plain_growth import PlainGrowth, most_guesses
 from specinfer.drafters.growth.subtree_size import BIN_EDGES
 from specinfer.drafters.growth.wanted_nodes import Run, WantedNodes
-from specinfer.kernels import library
-from specinfer.kernels.growth import GrowthCall, TreeRules
+from specinfer.ops.cpu.growth import GrowthCall, TreeRules
+from specinfer.ops.cpu.library import library
 
 BEST_FIRST_WIDTH = 8  # the largest number of children of a node, best first
 

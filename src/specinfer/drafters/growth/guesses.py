@@ -36,7 +36,7 @@ class DrawnFrom:
         return level.distribution(int(self._row[number]), int(self._rank[number]))
 
     def sources(self, numbers: Ints) -> Ints:
-        """Return what these guesses were drawn from, [numbers, 5], as in `kernels/toss.py`."""
+        """Return what these guesses were drawn from, [numbers, 5], as in `ops/cpu/toss.py`."""
         found = np.empty((len(numbers), 5), dtype=np.int64)
         for number, level in enumerate(self._levels):
             of = (self._level[numbers] == number).nonzero()[0]

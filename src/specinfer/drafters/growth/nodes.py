@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from specinfer.core.draws import Floats
 from specinfer.core.tree import TreeBudget
-from specinfer.kernels.growth import END, FIRST, LEVELS, MAX_DEPTH, NUM_LEFT, SIZE, START, WIDTH, NodeArrays
+from specinfer.ops.cpu.growth import END, FIRST, LEVELS, MAX_DEPTH, NUM_LEFT, SIZE, START, WIDTH, NodeArrays
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -27,7 +27,7 @@ class Nodes:
     def __init__(self, roots: Sequence[int], budgets: Sequence[TreeBudget], widths: Sequence[int]) -> None:
         capacities = [budget.max_nodes + 1 for budget in budgets]
         self.starts = list(accumulate(capacities, initial=0))
-        self.trees = np.zeros((len(roots), 16), dtype=np.int64)  # numbers of each tree, see kernels/growth.py
+        self.trees = np.zeros((len(roots), 16), dtype=np.int64)  # numbers of each tree, see ops/cpu/growth.py
         numbers = [
             (start, budget.max_depth, budget.max_nodes, 1, 1, width)
             for start, budget, width in zip(self.starts, budgets, widths, strict=False)

@@ -15,7 +15,7 @@ from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.drafters.growth.guesses import Guesses
 from specinfer.drafters.growth.nodes import Bools, Ints, Nodes
 from specinfer.drafters.growth.subtree_size import NUM_BINS, bins_of, count_bins, floors, subtree_size_of
-from specinfer.kernels.growth import END, FIRST, LEVELS, START, WIDTH
+from specinfer.ops.cpu.growth import END, FIRST, LEVELS, START, WIDTH
 
 
 class PlainGrowth:

@@ -13,9 +13,9 @@ from specinfer.core.draws import Floats, Ints
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, Observed, places, places_by_key, source
-from specinfer.kernels import library
-from specinfer.kernels.merge import MergeRules, merge_trees
-from specinfer.kernels.tried import Verified
+from specinfer.ops.cpu.library import library
+from specinfer.ops.cpu.merge import MergeRules, merge_trees
+from specinfer.ops.cpu.tried import Verified
 from specinfer.verify import Acceptance
 
 _ALL = "all"  # the source of guesses when all drafters are taken together

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specinfer.core.request import Request
 from specinfer.engine.device.processing import Processing, make_adjustments, write_adjustments
-from specinfer.kernels.plain_logits import Adjustments
-from specinfer.kernels.transfers import send
+from specinfer.ops.cpu.transfers import send
+from specinfer.ops.plain_logits import Adjustments
 
 
 class AdjustedRows:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specinfer.engine.device.growth import DraftShape
-from specinfer.kernels.tree_layout import TreeLayout
+from specinfer.ops.tree_layout import TreeLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.masks import write_masks
 from specinfer.engine.device.processing import Processing
-from specinfer.kernels.tree_layout import num_words
 from specinfer.model.graphs.slot_table import Change, SlotTable
 from specinfer.model.kv_cache import Slots
+from specinfer.ops.tree_layout import num_words
 from specinfer.verify.logits import log_min_p, temperature_of, top_k_of
 
 _UPDATES = 16  # cells of a table that a program may change per request without separate copies

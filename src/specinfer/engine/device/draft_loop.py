@@ -31,16 +31,16 @@ from specinfer.engine.device.known_tokens import (
 )
 from specinfer.engine.device.passes import BlockPass, LevelPasses, Passes
 from specinfer.engine.device.state import DeviceState, DraftState
-from specinfer.kernels import tree_ops
-from specinfer.kernels.drawn import Drawing
-from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
-from specinfer.kernels.plain_drawn import Draws
-from specinfer.kernels.plain_guesses import Guesses
-from specinfer.kernels.plain_logits import Paths
-from specinfer.kernels.plain_tree import Walk
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.forward import forward
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import tree_ops
+from specinfer.ops.drawn import Drawing
+from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
+from specinfer.ops.plain_drawn import Draws
+from specinfer.ops.plain_guesses import Guesses
+from specinfer.ops.plain_logits import Paths
+from specinfer.ops.plain_tree import Walk
 
 # Adjusts logits in place, and returns the least score of a token that may follow.
 Process = Callable[[Tensor, Paths], Tensor | None]

@@ -19,10 +19,10 @@ from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import DeviceState, DraftState, Exchange
-from specinfer.kernels import plain_drawn, tree_ops
-from specinfer.kernels.choice import SUPPORT
-from specinfer.kernels.plain_draft import Grown, Limits
-from specinfer.kernels.plain_logits import Adjustments, Paths, Truncation
+from specinfer.ops import plain_drawn, tree_ops
+from specinfer.ops.cpu.choice import SUPPORT
+from specinfer.ops.plain_draft import Grown, Limits
+from specinfer.ops.plain_logits import Adjustments, Paths, Truncation
 
 _MANY = 2**30  # tokens that may still be emitted: budgets are cut to them before
 

@@ -33,12 +33,12 @@ from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing, can_adjust
 from specinfer.engine.device.size_choice import CapturedSizes
 from specinfer.engine.device.sizes import NODES, holds, holds_expansion, shape_of
-from specinfer.kernels.triton import on_device
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, at_least
 from specinfer.model.graphs.slot_table import Change
 from specinfer.model.kv_cache import NO_SLOTS, KVCache, Slots
 from specinfer.model.recurrent.layers import is_hybrid
+from specinfer.ops.triton import on_device
 from specinfer.verify.rules import MULTI_STEP
 
 logger = logging.getLogger(__name__)

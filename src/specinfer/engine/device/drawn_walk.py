@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from specinfer.engine.device.state import DeviceState
-from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_draft import Grown
-from specinfer.kernels.plain_drawn import Draws
-from specinfer.kernels.plain_multi_step import WalkInputs
+from specinfer.ops import tree_ops
+from specinfer.ops.plain_draft import Grown
+from specinfer.ops.plain_drawn import Draws
+from specinfer.ops.plain_multi_step import WalkInputs
 from specinfer.verify.rules import TRAVERSAL
 
 

@@ -24,13 +24,13 @@ from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
 from specinfer.drafters.self_drafter import SelfRunner
-from specinfer.kernels import tree_ops
-from specinfer.kernels.chance_table import ChanceTable
-from specinfer.kernels.drawn import Drawing
-from specinfer.kernels.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
-from specinfer.kernels.plain_guesses import Guesses
-from specinfer.kernels.tree_layout import num_words, pack_bits
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import tree_ops
+from specinfer.ops.chance_table import ChanceTable
+from specinfer.ops.drawn import Drawing
+from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
+from specinfer.ops.plain_guesses import Guesses
+from specinfer.ops.tree_layout import num_words, pack_bits
 
 
 class DraftKind(NamedTuple):

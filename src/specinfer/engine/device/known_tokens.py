@@ -24,10 +24,10 @@ from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.sparse_context import kept_slots
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.state import DeviceState, DraftState
-from specinfer.kernels import tree_ops
-from specinfer.kernels.plain_draft import Candidates, Frontier, Grown
-from specinfer.kernels.plain_tree import Walk
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import tree_ops
+from specinfer.ops.plain_draft import Candidates, Frontier, Grown
+from specinfer.ops.plain_tree import Walk
 
 Kept = tuple[Tensor, Tensor]
 

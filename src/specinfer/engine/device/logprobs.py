@@ -14,9 +14,9 @@ from torch import Tensor
 
 from specinfer.core.logprob import Logprob, by_token
 from specinfer.core.sampling import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, SamplingParams
-from specinfer.kernels.plain_draft import Grown
-from specinfer.kernels.token_scores import TokenScores, score_tokens
 from specinfer.model.graphs.sizes import at_least
+from specinfer.ops.plain_draft import Grown
+from specinfer.ops.token_scores import TokenScores, score_tokens
 
 BEST = (0, 20, MAX_LOGPROBS)  # numbers of most probable tokens that steps return
 OTHERS = (0, 16, MAX_LOGPROB_TOKEN_IDS)  # numbers of further tokens

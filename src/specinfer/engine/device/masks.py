@@ -13,7 +13,7 @@ from torch import Tensor
 from specinfer.core.grammar.state import Bits
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
-from specinfer.kernels.tree_layout import WORD
+from specinfer.ops.tree_layout import WORD
 from specinfer.verify.logits import write_allowed
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from specinfer.drafters import (
     MergedDrafter,
     SmallModelDrafter,
 )
-from specinfer.kernels.plain_logits import MAX_ENDS, Adjustments, Truncation
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.ops.plain_logits import MAX_ENDS, Adjustments, Truncation
 from specinfer.verify import RANDOM_RULES
 from specinfer.verify.logits import log_min_p, temperature_of, top_k_of
 from specinfer.verify.rules import TRAVERSAL

@@ -21,18 +21,18 @@ from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.scan import DeviceScan
 from specinfer.engine.device.state import DeviceState
-from specinfer.kernels import AdapterRows, tree_ops
-from specinfer.kernels.choice import SUPPORT
-from specinfer.kernels.plain_draft import Grown, Limits
-from specinfer.kernels.plain_drawn import Draws
-from specinfer.kernels.plain_guesses import Guesses
-from specinfer.kernels.plain_logits import Adjustments, Paths
-from specinfer.kernels.tree_layout import TreeLayout
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Program
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import AdapterRows, tree_ops
+from specinfer.ops.cpu.choice import SUPPORT
+from specinfer.ops.plain_draft import Grown, Limits
+from specinfer.ops.plain_drawn import Draws
+from specinfer.ops.plain_guesses import Guesses
+from specinfer.ops.plain_logits import Adjustments, Paths
+from specinfer.ops.tree_layout import TreeLayout
 
 
 class _Nodes(NamedTuple):

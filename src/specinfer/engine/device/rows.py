@@ -24,14 +24,14 @@ from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.size_choice import CapturedSizes
 from specinfer.engine.device.sizes import RECOMPUTED
 from specinfer.engine.device.state import DeviceState
-from specinfer.kernels.plain_logits import Adjustments
-from specinfer.kernels.transfers import send
-from specinfer.kernels.triton import on_device
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.sizes import at_least, max_rows
 from specinfer.model.kv_cache import Slots
 from specinfer.model.recurrent.states import Loan
 from specinfer.model.runner import ModelRunner
+from specinfer.ops.cpu.transfers import send
+from specinfer.ops.plain_logits import Adjustments
+from specinfer.ops.triton import on_device
 
 _ROW = 128  # slots
 

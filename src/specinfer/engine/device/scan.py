@@ -13,11 +13,11 @@ from torch import Tensor
 
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.state import DeviceState
-from specinfer.kernels.plain_draft import Grown
-from specinfer.kernels.plain_recurrence import ScanOrder
 from specinfer.model.recurrent.layers import num_taps
 from specinfer.model.recurrent.scan import PaddedScan
 from specinfer.model.runner import ModelRunner
+from specinfer.ops.plain_draft import Grown
+from specinfer.ops.plain_recurrence import ScanOrder
 
 
 class DeviceScan:

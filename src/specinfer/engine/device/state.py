@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specinfer.core.sampling import MAX_LOGPROB_TOKEN_IDS
 from specinfer.engine.device.growth import DraftKind, empty_table
-from specinfer.kernels.chance_table import ChanceTable
-from specinfer.kernels.plain_logits import Truncation
+from specinfer.ops.chance_table import ChanceTable
+from specinfer.ops.plain_logits import Truncation
 
 Ints = npt.NDArray[np.int32]
 _ALIGNED = 4  # 32-bit numbers

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from specinfer.core.noise import gumbel
-from specinfer.kernels.choice import SUPPORT
 from specinfer.learning.distillation import draft_logits_of
 from specinfer.learning.examples import Source, TrainingExample, collate
+from specinfer.ops.cpu.choice import SUPPORT
 
 Floats = npt.NDArray[np.float32]
 _LEAST_WEIGHT = 0.5  # weight of a covered token: a chain that breaks there never reaches uncovered ones

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from specinfer.kernels import AdapterRows, AdapterRuns
+from specinfer.ops import AdapterRows, AdapterRuns
 
 _RUNS: ContextVar[AdapterRuns | AdapterRows | None] = ContextVar("runs", default=None)
 

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from specinfer.core.errors import ModelError, RequestError
 from specinfer.core.lora import Adapter, LoRAConfig, LoRARequest
-from specinfer.kernels import AdapterTable
 from specinfer.model.adapters.peft_folder import Pair, Shape, read_adapter
 from specinfer.model.adapters.sites import AdapterSites
 from specinfer.model.load import LoadedModel
+from specinfer.ops import AdapterTable
 
 logger = logging.getLogger(__name__)
 

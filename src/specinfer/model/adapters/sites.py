@@ -12,7 +12,6 @@ import torch
 
 from specinfer.core.errors import ModelError
 from specinfer.core.lora import LoRAConfig
-from specinfer.kernels import AdapterSlots, AdapterTable, LowRank
 from specinfer.model.adapters.hooks import hook
 from specinfer.model.adapters.peft_folder import Pair, Shape
 from specinfer.model.cut import LinearCut
@@ -21,6 +20,7 @@ from specinfer.model.fused import FusedDecoder
 from specinfer.model.linears import layer_names
 from specinfer.model.load import LoadedModel
 from specinfer.model.packing import together
+from specinfer.ops import AdapterSlots, AdapterTable, LowRank
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from specinfer.kernels import each_alone
+from specinfer.ops import each_alone
 
 _NEST = 256
 _AT_ONCE = 2**17  # weights that a thread rounds at a time, few enough for the cache of a processor

@@ -10,10 +10,10 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
 from specinfer.model.gguf import blocks
 from specinfer.model.gguf.header import TensorPlace
+from specinfer.ops import QuantizedWeight
 
 _AT_ONCE = 2**20  # numbers decoded at a time, with some tens of MB in float32
 

@@ -9,14 +9,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.kernels import AdapterRows, AdapterSlots
-from specinfer.kernels.plain_recurrence import ScanOrder
-from specinfer.kernels.tree_layout import WORD, TreeLayout, num_words
 from specinfer.model.batch import ForwardBatch, KVStore, Piece
 from specinfer.model.graphs.input_block import InputBlock
 from specinfer.model.graphs.sizes import Size
 from specinfer.model.graphs.slot_table import Change, SlotTable
 from specinfer.model.recurrent.scan import PaddedScan, Scan
+from specinfer.ops import AdapterRows, AdapterSlots
+from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.tree_layout import WORD, TreeLayout, num_words
 
 _ALIGNMENT = 16  # bytes
 _UPDATES = 16  # slot table cells that a pass may change per request without separate copies

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from specinfer.core.errors import first_line
-from specinfer.kernels.triton import why_not_on
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
+from specinfer.ops.triton import why_not_on
 from specinfer.parallel.rank_sums import RankSums, instead_of_sums
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Graphs:
         if stream is None or why_not_on(self._device) is not None:
             return
         try:
-            from specinfer.kernels.triton.compilation import compiling
+            from specinfer.ops.triton.compilation import compiling
 
             with self._running_on(stream), compiling(progress), instead_of_sums(sums):
                 for program in programs:

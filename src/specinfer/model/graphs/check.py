@@ -10,7 +10,6 @@ from torch import Tensor
 from specinfer.core.errors import first_line
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.tree import TokenTree
-from specinfer.kernels.triton import runs_on
 from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
@@ -23,6 +22,7 @@ from specinfer.model.load import LoadedModel
 from specinfer.model.probe import common_tokens
 from specinfer.model.recurrent.layers import largest_state_bytes
 from specinfer.model.sharding.stage import random_hidden
+from specinfer.ops.triton import runs_on
 from specinfer.parallel.rank_sums import instead_of_sums
 
 logger = logging.getLogger(__name__)

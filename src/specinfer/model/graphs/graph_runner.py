@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, progress_of
-from specinfer.kernels import AdapterSlots
 from specinfer.model.batch import Piece, pack, runs_of
 from specinfer.model.forward import forward
 from specinfer.model.graphs.buffers import Buffers
@@ -31,6 +30,7 @@ from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import num_taps
 from specinfer.model.recurrent.scan import Scan
 from specinfer.model.sharding.stage import received
+from specinfer.ops import AdapterSlots
 from specinfer.parallel.rank_sums import RankSums
 
 logger = logging.getLogger(__name__)

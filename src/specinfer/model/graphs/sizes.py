@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from specinfer.kernels.tree_layout import WORD
 from specinfer.model.batch import Piece
+from specinfer.ops.tree_layout import WORD
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

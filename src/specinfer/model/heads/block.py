@@ -18,9 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels import WIDTH, norm
-from specinfer.kernels.layer_ops import add_norm
-from specinfer.kernels.tree_layout import pack_bits
 from specinfer.model.attention import store_new
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
@@ -28,6 +25,9 @@ from specinfer.model.device_decoder import DeviceLayers, DeviceNorm
 from specinfer.model.families import rotate
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
+from specinfer.ops import WIDTH, norm
+from specinfer.ops.layer_ops import add_norm
+from specinfer.ops.tree_layout import pack_bits
 
 _PAIRS = "markov_head.markov_w1.weight"
 

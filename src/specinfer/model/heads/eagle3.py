@@ -18,9 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels import norm
-from specinfer.kernels.draft import FeatureParts
-from specinfer.kernels.layer_ops import add_norm
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.device_decoder import DeviceLayers
@@ -28,6 +25,9 @@ from specinfer.model.fused_layers import FusedLayers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
 from specinfer.model.kv_tensors import KVTensors
+from specinfer.ops import norm
+from specinfer.ops.cpu.draft import FeatureParts
+from specinfer.ops.layer_ops import add_norm
 
 _USUAL_BLOCK = 8  # rows of a P-EAGLE head whose configuration proposes none
 

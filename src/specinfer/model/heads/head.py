@@ -7,9 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels import LinearCall, PackedLinear, QuantizedEmbedding, QuantizedLinear, norm
-from specinfer.kernels.draft import DecoderParts, FeatureParts
-from specinfer.kernels.quantization import BITS
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers
 from specinfer.model.fused import FusedDecoder
@@ -18,6 +15,9 @@ from specinfer.model.fused_layers import FusedLayers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.kv_tensors import KVTensors, LayerShape, put_rows
 from specinfer.model.linears import output_head
+from specinfer.ops import LinearCall, PackedLinear, QuantizedEmbedding, QuantizedLinear, norm
+from specinfer.ops.cpu.draft import DecoderParts, FeatureParts
+from specinfer.ops.quantization import BITS
 
 
 class TargetShape(NamedTuple):

@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from specinfer.core.errors import ModelError
 from specinfer.hub.files import ASSISTANT, head_format, may_be_eagle, read_object
-from specinfer.kernels import pack_linears
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config, storing_layers
 from specinfer.model.families import REPLACED
@@ -26,6 +25,7 @@ from specinfer.model.kv_tensors import LayerShape, TapShape
 from specinfer.model.linears import quantize_linears
 from specinfer.model.load import LoadedModel, num_bytes_of, path_of
 from specinfer.model.recurrent.layers import LOOP_REPLACED
+from specinfer.ops import pack_linears
 
 _HEADS: dict[str, Callable[[HeadCheckpoint, TargetShape, TargetEnds], FeatureHead]] = {
     "EAGLE-3": Eagle3Head, "P-EAGLE": Eagle3Head, "EAGLE": EagleHead, "DFlash": BlockHead, "DSpark": BlockHead,

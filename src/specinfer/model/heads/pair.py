@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.draft import FeatureParts
-from specinfer.kernels.plain_layer import sum_parts
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk, precise_names
 from specinfer.model.device_decoder import DeviceLayers, DeviceNorm
@@ -25,6 +23,8 @@ from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
 from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.layer_families import kind_of
+from specinfer.ops.cpu.draft import FeatureParts
+from specinfer.ops.plain_layer import sum_parts
 
 
 class Normed(NamedTuple):

@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from specinfer.kernels import WIDTH, LinearCall
 from specinfer.model.offload.direct import CHUNK, aligned_up, padded_size
 from specinfer.model.offload.shards import Source
 from specinfer.model.offload.streamed_layer import Chunk, Scratch
+from specinfer.ops import WIDTH, LinearCall
 
 _APART = 64  # entries begin at a cache line
 _HALF = WIDTH // 2  # of a panel with gates and values

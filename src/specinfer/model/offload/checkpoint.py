@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
-from specinfer.kernels import QuantizedWeight, float8
 from specinfer.model.cut import Cut
 from specinfer.model.gguf import folder as gguf_folder
 from specinfer.model.offload.buffer_layout import set_tensor
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
 from specinfer.model.offload.shards import Shards
 from specinfer.model.stacked_source import StackedSource
+from specinfer.ops import QuantizedWeight, float8
 
 _NUMBERED = re.compile(r"\.(\d+)\.")  # matches names that belong to one of several layers
 _AT_ONCE = 2**18  # numbers checked at a time, few enough for the processor's cache

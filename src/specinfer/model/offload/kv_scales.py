@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.kv_types import KVScales
 from specinfer.model.kv_tensors import LayerShape
 from specinfer.model.offload.shards import Shards
 from specinfer.model.quantized.sources import is_quantized
+from specinfer.ops.kv_types import KVScales
 
 # `kv_scale` is the older name, of both. It may be of the attention, or of a linear layer in it.
 _NAME = re.compile(r"\blayers\.(\d+)\.(?:\w+\.)+(k|v|kv)_scale")

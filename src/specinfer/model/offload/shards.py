@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
 from specinfer.model.gguf.config import gguf_sources
 from specinfer.model.gguf.folder import weights_file
@@ -22,6 +21,7 @@ from specinfer.model.gguf.weights import GgufSource, JoinedSource
 from specinfer.model.offload.direct import CHUNK, DirectFile, padded_size, pages
 from specinfer.model.quantized.sources import DecodedSource, is_quantized, with_decoded
 from specinfer.model.stacked_source import StackedSource
+from specinfer.ops import QuantizedWeight
 
 _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from specinfer.core.errors import WeightsError
-from specinfer.kernels import compute_alone
 from specinfer.model.offload.direct import pages
 from specinfer.model.offload.streamed_layer import Chunk, Scratch, StreamedLayer, spread
+from specinfer.ops import compute_alone
 
 NUM_BUFFERS = 2  # in the ring: one is used for computing while the other is filled
 NUM_READERS = 3  # while one unpacks what it read, the disk still has requests to serve

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.kernels.float8 import LEVELS
 from specinfer.model.quantized.format import (
     FLOATS,
     Block,
@@ -19,6 +18,7 @@ from specinfer.model.quantized.format import (
     Tensors,
     matrix_shape,
 )
+from specinfer.ops.float8 import LEVELS
 
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # E2M1
 

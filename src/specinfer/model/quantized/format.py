@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.kernels import QuantizedWeight
-from specinfer.kernels.float8 import LEVELS
+from specinfer.ops import QuantizedWeight
+from specinfer.ops.float8 import LEVELS
 
 _FP8_GROUP = 128  # inputs of a scale in the kernels
 _GROUP = 32  # the smallest groups of inputs of most formats

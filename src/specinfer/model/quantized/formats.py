@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specinfer.kernels.float8 import LEVELS
 from specinfer.model.quantized.floats import find_bitsandbytes, find_fp4, find_fp8
 from specinfer.model.quantized.format import (
     FLOATS,
@@ -25,6 +24,7 @@ from specinfer.model.quantized.format import (
     matrix_shape,
 )
 from specinfer.model.quantized.settings import BITS, adds_one, groups_of, unread_field, variants_of
+from specinfer.ops.float8 import LEVELS
 
 _WORDS = {"qweight": (torch.int32,), "qzeros": (torch.int32,)}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of eight neighbouring outputs

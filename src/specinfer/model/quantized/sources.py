@@ -11,13 +11,13 @@ from torch import Tensor
 
 from specinfer.core.errors import ModelError
 from specinfer.hub.files import already_quantized, quantization_settings, read_object
-from specinfer.kernels import QuantizedWeight
 from specinfer.model.cut import Cut
 from specinfer.model.quantized.floats import GPT_OSS
 from specinfer.model.quantized.format import Format, Tensors
 from specinfer.model.quantized.formats import choose, find_formats
 from specinfer.model.quantized.settings import unread_field
 from specinfer.model.stacked_source import STACKED, TRANSPOSED, StackedSource, stacked
+from specinfer.ops import QuantizedWeight
 
 T = TypeVar("T")
 # What decoding raises where tensors do not fit each other.

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import recur
 from specinfer.model.recurrent.short_conv import store_inputs
 from specinfer.model.recurrent.split import EVENLY, Blocks
+from specinfer.ops.cpu.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 
 
 class Lightning(nn.Module):

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import convolve, recur_channels
 from specinfer.model.recurrent.short_conv import store_inputs, store_more
 from specinfer.model.recurrent.split import EVENLY, Block, Blocks
+from specinfer.ops.cpu.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 
 
 class Mamba(nn.Module):

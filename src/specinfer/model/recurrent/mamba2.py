@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
-from specinfer.kernels.recurrent_layer import RecurrentParts
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import recur
 from specinfer.model.recurrent.short_conv import store_inputs
 from specinfer.model.recurrent.split import EVENLY, Block, Blocks
+from specinfer.ops.cpu.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
+from specinfer.ops.cpu.recurrent_layer import RecurrentParts
 
 
 class Mamba2(nn.Module):

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from specinfer.kernels import layer_ops
-from specinfer.kernels.recurrence import ConvolutionCall, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.scan import Scan
+from specinfer.ops import layer_ops
+from specinfer.ops.cpu.recurrence import ConvolutionCall, RecurrenceCall
 
 
 def convolve(batch: ForwardBatch, stored: Tensor, paths: Tensor, call: ConvolutionCall) -> Tensor:

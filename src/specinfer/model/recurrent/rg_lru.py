@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specinfer.kernels.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.definitions import adopt
 from specinfer.model.recurrent.recurrence import convolve, recur_channels
 from specinfer.model.recurrent.short_conv import store_inputs
 from specinfer.model.recurrent.split import EVENLY, Blocks
+from specinfer.ops.cpu.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 
 _DECAY = -8.0  # of a gate that is fully open, for each unit of the parameter
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specinfer.kernels.plain_recurrence import ScanOrder
-from specinfer.kernels.recurrence import NativeScan
 from specinfer.model.recurrent.states import NO_ROW, Ints, RecurrentStates
+from specinfer.ops.cpu.recurrence import NativeScan
+from specinfer.ops.plain_recurrence import ScanOrder
 
 
 class Part(Protocol):

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specinfer.kernels import tree_ops
-from specinfer.kernels.recurrence import ConvolutionCall
-from specinfer.kernels.recurrent_layer import RecurrentParts
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.recurrent.recurrence import convolve
 from specinfer.model.recurrent.split import EVENLY, Block, Blocks
+from specinfer.ops import tree_ops
+from specinfer.ops.cpu.recurrence import ConvolutionCall
+from specinfer.ops.cpu.recurrent_layer import RecurrentParts
 
 
 def store_inputs(batch: ForwardBatch, layer: int, inputs: Tensor, more: Tensor | None = None) -> None:

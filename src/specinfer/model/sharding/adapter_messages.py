@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from specinfer.kernels import AdapterTable
 from specinfer.model.adapters.peft_folder import Pair, Shape
 from specinfer.model.adapters.sites import AdapterSites
 from specinfer.model.load import LoadedModel
+from specinfer.ops import AdapterTable
 from specinfer.parallel.messages import Channel
 from specinfer.parallel.ranks import Ranks
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from specinfer.core.progress import ProgressCallback
-from specinfer.kernels.triton import on_device
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.check import capture_usual_sizes, make_graph_runner
@@ -18,6 +17,7 @@ from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import kept_states
 from specinfer.model.runner import compute
 from specinfer.model.sharding.stage import received
+from specinfer.ops.triton import on_device
 from specinfer.parallel.group import Group
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)

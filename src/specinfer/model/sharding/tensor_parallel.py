@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.kernels.quantization import BITS
-from specinfer.kernels.quantized_weight import GROUP_SIZES
 from specinfer.model.cut import Cut, LinearCut
 from specinfer.model.linears import layer_names
 from specinfer.model.offload.buffer_layout import set_tensor
@@ -23,6 +21,8 @@ from specinfer.model.recurrent.layers import is_recurrent
 from specinfer.model.recurrent.split import Block
 from specinfer.model.sharding.joined_norm import JoinedNorm
 from specinfer.model.sharding.split_plan import Heads, Kind, plan_of
+from specinfer.ops.quantization import BITS
+from specinfer.ops.quantized_weight import GROUP_SIZES
 from specinfer.parallel.group import Group
 from specinfer.parallel.rank_sums import RankSums
 

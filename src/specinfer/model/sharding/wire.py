@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.kernels import AdapterTable
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import NO_SLOTS, Slots
+from specinfer.ops import AdapterTable
 
 Numbers = npt.NDArray[np.int32]
 NUM_LISTS = 64

@@ -1,0 +1,63 @@
+"""Native CPU code for what PyTorch does slowly: linear layers, attention, decoder layers; and quantized weights.
+
+Native code is built at installation if a compiler is available. Without it, models run on PyTorch alone.
+"""
+
+from specinfer.ops.adapter_slots import AdapterRows, AdapterSlots
+from specinfer.ops.cpu.attention import AttentionCall, FlatPieces, NativePieces, attends, norm
+from specinfer.ops.cpu.decoder import LayerCall, LayersCall
+from specinfer.ops.cpu.experts import ExpertsCall, Opening, Routing, Scores
+from specinfer.ops.cpu.layer_inputs import LayerInputsCall
+from specinfer.ops.cpu.layer_part import Attends, Opens, PartCall
+from specinfer.ops.cpu.library import compute_alone, computing_alone, describe, each_alone, library
+from specinfer.ops.cpu.linear import PackedLinear, choose, pack_linears, packs, packs_type
+from specinfer.ops.cpu.linear_call import GATES, Ending, LinearCall
+from specinfer.ops.cpu.low_rank import AdapterRuns, AdapterTable, LowRank
+from specinfer.ops.cpu.panels import Panels
+from specinfer.ops.quantization import quantize
+from specinfer.ops.quantized_linear import Float8Linear, QuantizedEmbedding, QuantizedLinear
+from specinfer.ops.quantized_weight import QuantizedWeight
+from specinfer.ops.scales import WIDTH
+
+__all__ = [
+    "GATES",
+    "WIDTH",
+    "AdapterRows",
+    "AdapterRuns",
+    "AdapterSlots",
+    "AdapterTable",
+    "Attends",
+    "AttentionCall",
+    "Ending",
+    "ExpertsCall",
+    "FlatPieces",
+    "Float8Linear",
+    "LayerCall",
+    "LayerInputsCall",
+    "LayersCall",
+    "LinearCall",
+    "LowRank",
+    "NativePieces",
+    "Opening",
+    "Opens",
+    "PackedLinear",
+    "Panels",
+    "PartCall",
+    "QuantizedEmbedding",
+    "QuantizedLinear",
+    "QuantizedWeight",
+    "Routing",
+    "Scores",
+    "attends",
+    "choose",
+    "compute_alone",
+    "computing_alone",
+    "describe",
+    "each_alone",
+    "library",
+    "norm",
+    "pack_linears",
+    "packs",
+    "packs_type",
+    "quantize",
+]

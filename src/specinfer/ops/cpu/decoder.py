@@ -1,0 +1,163 @@
+"""Decoder layers on the native kernels, as lists of parts (`layer_part.py`)."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Self
+
+from torch import Tensor
+
+from specinfer.ops.cpu.attention import NativePieces, norm
+from specinfer.ops.cpu.layer_part import Adds, Attends, LayerPass, Mixer, Opens, PartCall, Places, Sum, run_parts
+from specinfer.ops.cpu.linear_call import Ending, LinearCall
+from specinfer.ops.cpu.low_rank import AdapterRuns
+from specinfer.ops.cpu.recurrent_layer import RecurrentParts
+
+
+class LayerCall:
+    """A layer call: its parts one after the other. Copies of a model share this object."""
+
+    def __init__(self, parts: Sequence[PartCall]) -> None:
+        self.parts = list(parts)
+        before: PartCall | None = None
+        for part in parts:  # what a part reads again must be there still
+            reads_anew = part.norm is not None or part.skips_norm
+            assert reads_anew or (before is not None and before.adds.post_norm is None)
+            assert (part.adds.sum == Sum.LAST) == (before is not None and before.adds.sum == Sum.FIRST)
+            before = part
+        self.linears = [one for part in parts for one in part.linears]
+        self.calls = [one for part in parts for one in part.calls]
+        self.scan_floats = max(part.scan_floats for part in parts)
+        self._max_rows = min(part.max_rows for part in parts)
+        self._scratch_floats = max(part.scratch_floats for part in parts)
+
+    @classmethod
+    def paired(
+        cls,
+        linears: tuple[LinearCall, LinearCall, LinearCall, LinearCall],
+        norms: tuple[Tensor, Tensor],
+        eps: float,
+        *,
+        post_norms: tuple[Tensor | None, Tensor | None] = (None, None),
+        gate: Ending = Ending.GATED,
+        recurrent: RecurrentParts | None = None,
+    ) -> Self:
+        """Return a layer of Llama's shape: attention, or a recurrence, then a gated MLP.
+
+        Args:
+            linears: Queries, keys and values together, or what a recurrence reads; the output of either; alternating
+                gates and values; the MLP's output.
+        """
+        adds = [Adds(one) for one in post_norms]
+        mixing = PartCall(linears[:2], recurrent or Attends(), norms[0], eps, adds=adds[0])
+        return cls((mixing, PartCall(linears[2:], Opens(ending=gate), norms[1], eps, adds=adds[1])))
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    @property
+    def has_experts(self) -> bool:
+        return any(part.experts is not None for part in self.parts)
+
+    def scratch_floats(self, tokens: int) -> int | None:
+        """Return the scratch floats per token of a pass over `tokens` tokens, or None if PyTorch runs some of it."""
+        return self._scratch_floats if tokens <= self._max_rows else None
+
+    def __call__(
+        self,
+        mixers: Sequence[Mixer],
+        pieces: NativePieces,
+        cosines: Tensor,
+        sines: Tensor,
+        hidden: Tensor,
+        scratch: Tensor | None = None,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+        runs: AdapterRuns | None = None,
+        inputs: Tensor | None = None,
+    ) -> None:
+        """Compute the layer in place on contiguous float32 `hidden` [tokens, hidden].
+
+        The other arguments are those of `AttentionCall.rotate`.
+
+        Args:
+            mixers: Attention or recurrence of each part on one cache, or None.
+            scratch: [at least tokens * `scratch_floats(tokens)`, and `scan_floats` for each token of a scan] float32
+                scratch memory, which layers may share.
+            sum_over_ranks: Sum over the ranks with shards of the layer, or None for a whole layer.
+            runs: Rows with adapters.
+            inputs: Contiguous float32 [tokens, inputs of the first linear layer] that it reads in place of the norm of
+                the hidden states, or None. May be `hidden`.
+        """
+        tokens, tables = hidden.shape[0], (cosines, sines)
+        assert inputs is None or inputs.is_contiguous()
+        if tokens <= self._max_rows and sum_over_ranks is None:
+            floats = tokens * self._scratch_floats + pieces.num_scanned * self.scan_floats
+            assert scratch is None or len(scratch) >= floats
+            run_parts(Places(self.parts, mixers, [tables] * len(mixers)), pieces, hidden, scratch, runs, inputs)
+            return
+        read, sums, within = inputs, None, LayerPass(pieces, tables, hidden, sum_over_ranks, runs)
+        for i, (part, mixer) in enumerate(zip(self.parts, mixers, strict=True)):
+            if (part.norm is not None or part.skips_norm) and (i or inputs is None):
+                read = hidden if part.norm is None else norm(hidden, part.norm, part.eps)
+            assert read is not None
+            sums = part.run_apart(within, mixer, read, sums)
+
+
+class LayersCall:
+    """Layers called one after the other, in one native call.
+
+    Args:
+        layers: Calls of the layers.
+        mixers: Attention or recurrence of each part of each layer on one cache, or None.
+        tables: [positions, rotated] float32 cosines and sines of each layer.
+
+    Attributes:
+        arguments: Address of the addresses of each part, and the number of parts.
+    """
+
+    STRETCHES = 4  # native calls of a pass that may be paused between them
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCall],
+        mixers: Sequence[Sequence[Mixer]],
+        tables: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        self._tables = list(tables)
+        each = [table for layer, table in zip(layers, tables, strict=True) for _ in layer.parts]
+        self._places = Places(
+            [part for one in layers for part in one.parts], [one for own in mixers for one in own], each
+        )
+        self.arguments = self._places.arguments
+        self._starts = [0, *accumulate(len(layer.parts) for layer in layers)]  # of layers, in parts
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the tables have."""
+        return min(len(cosines) for cosines, _ in self._tables)
+
+    def has_tables(self, tables: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Return whether these are the tables it was made with."""
+        return all(one[0] is other[0] for one, other in zip(self._tables, tables, strict=True))
+
+    def __call__(
+        self,
+        pieces: NativePieces,
+        hidden: Tensor,
+        scratch: Tensor,
+        runs: AdapterRuns | None,
+        pause: Callable[[], None] | None = None,
+    ) -> None:
+        """Compute the layers in place on `hidden`; the arguments are those of `LayerCall.__call__`.
+
+        Args:
+            pause: Callback between two stretches of layers. It may run other passes of the same model.
+        """
+        if pause is None:
+            run_parts(self._places, pieces, hidden, scratch, runs)
+            return
+        num_layers = len(self._starts) - 1
+        places = sorted({num_layers * i // self.STRETCHES for i in range(self.STRETCHES + 1)})
+        for start, end in pairwise(self._starts[i] for i in places):
+            if start:
+                pause()
+            run_parts(self._places, pieces, hidden, scratch, runs, within=(start, end))

@@ -1,0 +1,185 @@
+"""Calls of linear layers on the native kernels. Activations are float32."""
+
+import ctypes
+from dataclasses import replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from specinfer.ops.cpu.library import call
+from specinfer.ops.cpu.panels import HAVE_LEVELS, Panels, has_dots
+from specinfer.ops.scales import WIDTH
+
+if TYPE_CHECKING:  # adapters are packed in panels
+    from specinfer.ops.cpu.low_rank import AdapterRuns
+
+ANY_ROWS = 2**62
+_UNPACKED_BYTES = 2**22  # of a weight at a time: what stays in a cache until it is multiplied
+
+
+class Ending(IntEnum):
+    """The operation on a linear layer's sums at the end of the call."""
+
+    STORE = 0
+    ADD = 1  # to the old contents of the result
+    GATED = 2  # silu of each panel's first half times the second half
+    GATED_GELU = 3  # the same with GELU's tanh approximation
+
+
+# The ending of a gated layer, by transformers' name of the activation.
+GATES = {"silu": Ending.GATED, "gelu_pytorch_tanh": Ending.GATED_GELU}
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+        ("dots", ctypes.c_int32),
+        ("number", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("next", ctypes.c_void_p),
+        ("levels", ctypes.c_void_p),
+        ("scaling", ctypes.c_int32),
+    )
+
+
+class LinearCall:
+    """A linear layer, ready to be called. Copies of a model share this object.
+
+    Args:
+        max_rows: Largest number of rows of a native call. For more, PyTorch multiplies, with weights unpacked each
+            time.
+        dots: Whether to multiply in the weights' own type, where the CPU has instructions for that.
+        widens: Whether to multiply in float32, for float32 weights that are stored in a smaller type without loss.
+        following: Call with the same inputs, whose outputs come after these; for weights of several types.
+    """
+
+    def __init__(
+        self,
+        panels: Panels,
+        *,
+        max_rows: int = ANY_ROWS,
+        dots: bool = True,
+        widens: bool = False,
+        following: "LinearCall | None" = None,
+    ) -> None:
+        self.panels, self.max_rows, self.widens, self.following = panels, max_rows, widens, following
+        self.outputs: int = panels.outputs + (0 if following is None else following.outputs)
+        self.num_bytes: int = panels.num_bytes + (0 if following is None else following.num_bytes)
+        # Levels need these instructions, see `Panels.of_codes`.
+        dots = panels.type in HAVE_LEVELS or (dots and not widens)
+        pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
+        self._structure = _Linear(
+            *pointers, panels.inputs, panels.outputs, panels.type, dots and has_dots(panels.type), 0
+        )
+        self._structure.levels = None if panels.levels is None else panels.levels.data_ptr()
+        self._structure.scaling = panels.scaling
+        self.address = ctypes.addressof(self._structure)
+        own = panels.scratch_floats(dots=bool(self._structure.dots))
+        self.scratch_floats: int = max(own, 0 if following is None else following.scratch_floats)  # for each row
+        self._place(0, self.outputs)
+
+    def _place(self, first: int, stride: int) -> None:
+        """Set the column of the first output in result rows of `stride` columns, also for calls that follow."""
+        assert first % WIDTH == 0
+        self._structure.first, self._structure.stride = first, stride
+        if self.following is not None:
+            assert self.following.panels.inputs == self.panels.inputs
+            self._structure.next = self.following.address
+            self.following._place(first + self.panels.outputs, stride)
+
+    def outputs_from(self, first: int) -> "LinearCall":
+        """Return a call of the outputs from `first` on, with the same weights in memory."""
+        assert self.following is None
+        dots = bool(self._structure.dots)
+        return LinearCall(self.panels.outputs_from(first), max_rows=self.max_rows, dots=dots, widens=self.widens)
+
+    @property
+    def chain(self) -> "list[LinearCall]":
+        """This call and those that follow it."""
+        return [self, *([] if self.following is None else self.following.chain)]
+
+    def bind(self, packed: Tensor, scales: Tensor | None) -> None:
+        """Use other weights of the same shapes from now on."""
+        assert packed.shape == self.panels.packed.shape
+        self.panels = replace(self.panels, packed=packed, scales=scales)
+        self._structure.packed = packed.data_ptr()
+        self._structure.scales = None if scales is None else scales.data_ptr()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    @property
+    def number(self) -> int:
+        """Number of this layer in the tables of adapters."""
+        return int(self._structure.number)
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._structure.number = number
+        if self.following is not None:
+            self.following.number = number
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Return [rows, inputs] float32, the weight's rows with the indices `numbers` [rows] int64."""
+        assert self.following is None
+        result = torch.empty((numbers.shape[0], self.panels.inputs))
+        call("specinfer_rows", self.address, numbers.data_ptr(), result.data_ptr(), len(numbers))
+        return result
+
+    def __call__(
+        self,
+        x: Tensor,
+        result: Tensor | None = None,
+        ending: Ending = Ending.STORE,
+        runs: "AdapterRuns | None" = None,
+    ) -> Tensor:
+        """Compute float32 [rows, outputs], or half as many if gated, from contiguous float32 `x` [rows, inputs].
+
+        A row's result does not depend on the other rows, unless PyTorch multiplies.
+
+        Args:
+            result: Tensor that the result is written or added to, or None for a new one.
+            runs: Rows with adapters.
+        """
+        rows = x.shape[0]
+        assert x.is_contiguous()
+        if rows > self.max_rows and self.panels.scales is None:
+            return self._by_torch(x, result, ending, runs)
+        if result is None:
+            result = torch.empty((rows, self.outputs // 2 if ending in GATES.values() else self.outputs))
+        if rows:
+            scratch = torch.empty(rows * self.scratch_floats)
+            addresses = (self.address, x.data_ptr(), result.data_ptr(), scratch.data_ptr())
+            call("specinfer_linear", *addresses, rows, ending, None if runs is None else runs.address)
+        return result
+
+    def _by_torch(self, x: Tensor, result: Tensor | None, ending: Ending, runs: "AdapterRuns | None") -> Tensor:
+        y = self._multiply_by_torch(x)
+        if self.panels.bias is not None:
+            y += self.panels.bias[: self.panels.outputs]
+        if runs is not None:
+            runs.add(self.number, x, y)
+        if ending in GATES.values():
+            gates, values = y.unflatten(1, (-1, 2, WIDTH // 2)).unbind(2)
+            opened = functional.silu(gates) if ending == Ending.GATED else functional.gelu(gates, approximate="tanh")
+            y = (opened * values).flatten(1)
+        if result is None:
+            return y
+        return result.add_(y) if ending == Ending.ADD else result.copy_(y)
+
+    def _multiply_by_torch(self, x: Tensor) -> Tensor:
+        """Return float32 [rows, outputs], the product with some outputs' weights after another."""
+        y = torch.empty((x.shape[0], self.panels.outputs))
+        for first, weight in self.panels.unpack_in_turn(_UNPACKED_BYTES):
+            weight = weight.float() if self.widens else weight
+            y[:, first : first + len(weight)] = functional.linear(x.to(weight.dtype), weight)
+        return y

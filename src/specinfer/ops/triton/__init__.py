@@ -1,0 +1,126 @@
+"""GPU kernels written in Triton. This module does not import Triton, which may not be installed.
+
+A kernel's module imports Triton. It must only be imported where `runs_on` returns True, or by tests that set
+TRITON_INTERPRET=1 first: then kernels run on the CPU, one program after the other.
+"""
+
+import atexit
+import logging
+import math
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from subprocess import CalledProcessError
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from specinfer.core.errors import first_line
+from specinfer.core.files import cache_folder
+
+logger = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., object])
+_LOCK = threading.Lock()
+_temporary: list[Path] = []  # the folder, once it is needed
+
+
+def runs_on(tensor: Tensor) -> bool:
+    """Return whether kernels support this tensor: it is on a CUDA device for which Triton can compile kernels.
+
+    If so, the tensor's device becomes the thread's current device, because Triton launches kernels there.
+    """
+    if not tensor.is_cuda:
+        return False
+    if torch.cuda.current_device() != tensor.device.index:
+        torch.cuda.set_device(tensor.device)
+    return why_not_on(tensor.device) is None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a GPU is the current one; Triton launches kernels there, not where tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def why_not_on(device: torch.device) -> str | None:
+    """Return why kernels cannot run on this device, or None if they can; the smallest one is run as a test.
+
+    Triton needs a C compiler and Python's headers, and does not support every GPU.
+    """
+    if find_spec("triton") is None:
+        logger.warning("Triton is not installed: kernels run as PyTorch has them; pip install specinfer[gpu]")
+        return "it is not installed; pip install specinfer[gpu]"
+    try:
+        _choose_cache()
+        from specinfer.ops.triton.gate import gate
+
+        with on_device(device):
+            opened = gate(torch.ones(1, 2, device=device)).item()
+        is_right = abs(opened - 1 / (1 + math.exp(-1))) < 1e-3
+        reason = None if is_right else "its smallest kernel gives wrong numbers"
+    except CalledProcessError as error:  # of a long command; the compiler's own words are on the terminal
+        compiler = Path(error.cmd[0]).name
+        reason = f"{compiler} failed on what launches kernels; are Python's headers (python3-dev) installed?"
+    except Exception as error:  # a compiler or a driver may fail in many ways
+        logger.debug("a kernel could not be run", exc_info=True)
+        reason = first_line(error)
+    if reason is not None:
+        logger.warning("Triton cannot run on %s, kernels run as PyTorch has them: %s", device, reason)
+    return reason
+
+
+def _choose_cache() -> None:
+    """Let Triton keep compiled kernels in SpecInfer's cache, unless the user chose a place: a service has no home.
+
+    Where that cannot be written they are kept until the process ends, since Triton must write to compile.
+    """
+    os.environ.setdefault("TRITON_CACHE_MANAGER", f"{__name__}.spare_cache:SpareCache")
+    if not os.environ.keys().isdisjoint({"TRITON_CACHE_DIR", "TRITON_HOME"}):
+        return
+    folder = cache_folder() / "triton"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        folder = temporary_folder(folder, error)
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
+def temporary_folder(place: Path, error: OSError) -> Path:
+    """Return the folder for compiled kernels until the process ends, and log once why `place` cannot be written."""
+    with _LOCK:
+        if not _temporary:
+            logger.warning(
+                "compiled kernels are not kept for the next start: %s cannot be written (%s); "
+                "set XDG_CACHE_HOME or TRITON_CACHE_DIR", place, error.strerror,
+            )  # fmt: skip
+            _temporary.append(Path(tempfile.mkdtemp(prefix="specinfer-triton-")))
+            atexit.register(shutil.rmtree, _temporary[0], ignore_errors=True)
+        return _temporary[0]
+
+
+def by_device(is_used: Callable[[Any], bool], plain: F, module: str) -> F:
+    """Return a function that runs a Triton kernel, or `plain` where kernels do not support the first argument.
+
+    Args:
+        is_used: Function that decides, such as `runs_on`.
+        module: Module in this folder whose function has the name of `plain`, and the same arguments.
+    """
+
+    @wraps(plain)
+    def run(first: Tensor, *args: Any, **kwargs: Any) -> object:
+        kernel = plain
+        if is_used(first):
+            kernel = getattr(import_module(f"{__name__}.{module}"), plain.__name__)
+        return kernel(first, *args, **kwargs)
+
+    return cast(F, run)
