@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest.mock import Mock, patch
 
 import pytest
 
@@ -321,18 +320,6 @@ def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(llm: LLM) -> 
         await _until(lambda: engine.num_live == 0)
 
     serve(llm, use, QueueLimits(max_num_queued_reqs=8))  # and 4 may run: 12 in all, of which each tenant keeps one
-
-
-@pytest.mark.parametrize("tenants", [("one",), ("one", "another")])
-def test_with_several_tenants_first_tokens_may_interrupt_passes(llm: LLM, tenants: tuple[str, ...]) -> None:
-    async def use(engine: AsyncLLM) -> None:
-        engine.put_quotas(Quotas(dict.fromkeys(tenants, TenantLimits())))
-        pauses = Mock(wraps=llm.engine.host._pause)
-        with patch.object(llm.engine.host, "_pause", pauses):
-            await engine.complete("the", GREEDY)
-        assert bool(pauses.call_count) is (len(tenants) > 1)
-
-    serve(llm, use)
 
 
 def test_a_queue_of_tokens_refuses(llm: LLM) -> None:

@@ -83,8 +83,6 @@ class AsyncLLM:
         self.llm.engine.scheduler.waiting.max_running = {
             tenant: most for tenant, most in limits.items() if most is not None
         }
-        if len(quotas.limits) > 1:
-            self._thread.interrupt_passes()
 
     def start(self) -> None:
         """Start the engine, if it has not been started. The first request does, too.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import reference
 from native import native
@@ -66,25 +65,6 @@ def test_layers_in_one_native_call_compute_what_they_do_one_by_one(
         one_by_one = loaded.model(batch, watch=lambda layer, _: seen.append(layer))
         assert torch.equal(loaded.model(batch), one_by_one)
     assert max(seen) > 1
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text", "bamba", "lfm2"])
-def test_a_pass_between_the_layers_of_another_changes_neither(family: str, model_folder: Callable[..., Path]) -> None:
-    reader = Reader(ModelRunner(load_model(model_folder(family), torch.bfloat16, CPU), 700))
-    runner, inner = reader.runner, list[Tensor]()
-    reader.read("outer", random_prompts([40])[0])
-    prompts = random_prompts([5, 9, 7], seed=1)
-    alone = [reader.alone(str(i), [*prompt, 8]) for i, prompt in enumerate(prompts)]
-    expected = runner.forward([reader.piece("outer", TREE)])
-    runner.cache.commit("outer", ())
-
-    def pause() -> None:
-        i = len(inner)
-        inner.append(reader.alone(str(i), [*prompts[i], 8]))
-
-    assert torch.equal(runner.forward([reader.piece("outer", TREE)], pause), expected)
-    assert len(inner) == min(len(runner.loaded.model.layers), 4) - 1
-    assert all(torch.equal(one, other) for one, other in zip(inner, alone, strict=False))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ the target's cache for its drafts, which it gives back before the target's pass.
 and accepted paths need no care here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -80,7 +80,7 @@ class SplitSelfRunner(SelfRunner):
         self.takes_adapters, self.is_sparse = False, SELF_DRAFTERS[name].is_sparse
         self._target, self._name = target, name
 
-    def forward(self, pieces: Sequence[Piece], pause: Callable[[], None] | None = None) -> Tensor:
+    def forward(self, pieces: Sequence[Piece]) -> Tensor:
         return self._target.begin(pieces, self._name).wait()
 
 

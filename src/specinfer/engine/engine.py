@@ -1,7 +1,6 @@
 """Engine: processes requests step by step and emits their tokens."""
 
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from specinfer.core.config import AUTO
@@ -53,7 +52,6 @@ class Engine:
         # Steps on the device come first: the device computes while the host takes its own.
         self.executors: list[Executor[Any]] = [self.host] if executor is None else [executor, self.host]
         committer = Committer(scheduler, drafter, self.learners, self._endings)
-        self._committer = committer
         self._recovery = Recovery(self.executors, self.host, committer, self._endings)
 
     @property
@@ -68,16 +66,6 @@ class Engine:
     def has_work(self) -> bool:
         in_flight = any(executor.num_in_flight for executor in self.executors)
         return bool(self.scheduler.running or self.scheduler.waiting or in_flight)
-
-    def interrupt_passes(self, deliver: Callable[[Sequence[Request]], None] | None) -> None:
-        """Compute first tokens amid passes of other tenants from now on, and deliver them before these end.
-
-        Args:
-            deliver: Function called with the requests that emitted tokens or ended, which must not block. None to
-                interrupt no passes.
-        """
-        commit = self._committer.commit
-        self.host.allow_interruptions(None if deliver is None else lambda result: deliver(commit(result)))
 
     def add(self, request: Request) -> None:
         """Queue a request; it starts at the next step with capacity for it."""

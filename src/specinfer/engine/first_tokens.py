@@ -1,8 +1,4 @@
-"""First tokens of some tenants among outputs of others: passes that give them priority.
-
-Where a pass over the first tokens alone is much shorter than that of the others, it need not wait for theirs either: it
-goes between two of the layers of a pass under way.
-"""
+"""First tokens of some tenants among outputs of others: passes that give them priority."""
 
 from specinfer.core.request import Request
 from specinfer.policy.slo_planner import SLOPlanner
@@ -41,23 +37,6 @@ class FirstTokens:
             return group
         self._note_turns(firsts)
         return group if planner is None else _alone(firsts, num_tokens, planner) or group
-
-    def choose_amid(
-        self, arrived: list[Request], running: list[Request], num_tokens: int, planner: SLOPlanner | None
-    ) -> list[Request]:
-        """Return those of the requests that arrived which have a pass of their own amid another.
-
-        Args:
-            running: All running requests, these among them.
-            num_tokens: Tokens of the pass under way.
-            planner: As in `choose`.
-        """
-        if planner is None:
-            return []
-        firsts = [request for request in self._in_turn(running) if request in arrived]
-        chosen = _alone(firsts, num_tokens, planner)
-        self._note_turns(chosen)
-        return chosen
 
     def _in_turn(self, group: list[Request]) -> list[Request]:
         """Return those that wait for their first token and whose tenants had no such pass lately."""

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from specinfer.core.request import Span
@@ -26,7 +25,7 @@ from specinfer.engine.metrics import EngineMetrics
 from specinfer.engine.pass_rows import logits_by_tree, pieces_of
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.timer import DeviceTimer, StageClock
-from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.model.runner import TargetRunner
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.rule_choice import RuleChoice
 from specinfer.verify import Acceptance, verify
@@ -58,7 +57,6 @@ class HostExecutor:
         self._drafter, self._scheduler, self._verification = drafter, scheduler, verification
         self._metrics, self._endings, self._rules = metrics, endings, rules
         self.take_arrivals: Callable[[], None] = lambda: None  # adds the requests that arrived since the step began
-        self._commit_now: Callable[[StepResult], None] | None = None  # stores a step amid another; None: there are none
         self._steps: deque[InFlightStep] = deque()  # oldest first
         self._finished: Sequence[Span] = ()  # the last finished step, which may not be stored yet
         self._last_pass_end = 0.0  # by `time.perf_counter`
@@ -72,15 +70,6 @@ class HostExecutor:
     def spans(self) -> list[Span]:
         """Spans of all steps in flight."""
         return [span for step in self._steps for span in step.spans]
-
-    def allow_interruptions(self, commit: Callable[[StepResult], None] | None) -> None:
-        """Let first tokens have steps of their own amid those of other tenants, stored by this function; None: no more.
-
-        A pass within a memory plan, one of streamed weights, and one on several ranks are not interrupted.
-        """
-        target = self.target
-        can = isinstance(target, ModelRunner) and target.capacity is None and target.loaded.stream is None
-        self._commit_now = commit if can else None
 
     def next_batch(self, learners: Learners, timer: DeviceTimer | None) -> InFlightStep | None:
         if len(self._steps) >= self.target.max_in_flight:
@@ -100,27 +89,20 @@ class HostExecutor:
 
     def begin(self, batch: InFlightStep) -> None:
         self._steps.append(batch)
-        self._begin(batch, may_pause=self._commit_now is not None)
-
-    def _begin(self, batch: InFlightStep, *, may_pause: bool = False) -> None:
         self._scheduler.mark_in_flight(batch.spans)
         try:
-            pieces = pieces_of(batch, self.target.cache)
-            if may_pause and isinstance(self.target, ModelRunner):
-                batch.target_pass = self.target.begin(pieces, self._pause)
-            else:
-                batch.target_pass = self.target.begin(pieces)
+            batch.target_pass = self.target.begin(pieces_of(batch, self.target.cache))
         except Exception as error:  # in the result of this step, since those before it come first
             batch.error = error
 
     def finish(self) -> StepResult:
         step = self._steps[0]
-        result = self._finish(step)
+        result = self._result(step)
         self._finished = step.spans
         self._steps.popleft()
         return result
 
-    def _finish(self, step: InFlightStep) -> StepResult:
+    def _result(self, step: InFlightStep) -> StepResult:
         clock = step.clock
         clock.skip_to(self._last_pass_end)
         try:
@@ -180,42 +162,9 @@ class HostExecutor:
         if not step.num_guessed or self.target.capacity is not None or self.target.max_in_flight > 1:
             return
         self.take_arrivals()
-        arrived, now = self._scheduler.schedule_arrivals(
-            step.spans, step.num_guessed, interrupts=self._commit_now is not None
-        )
-        self._run_now(now, step)
+        arrived = self._scheduler.schedule_arrivals(step.spans, step.num_guessed)
         self._note_start(arrived)
         step.add(arrived)
-
-    def _pause(self) -> None:
-        """Compute first tokens that should not wait for the pass under way; called between its layers."""
-        num_waiting = len(self._scheduler.waiting)
-        self.take_arrivals()
-        if len(self._scheduler.waiting) > num_waiting:
-            step = self._steps[0]
-            _, now = self._scheduler.schedule_arrivals(step.spans, step.num_guessed, joins=False, interrupts=True)
-            with torch.inference_mode(mode=False):  # learners may keep what they compute from logits
-                self._run_now(now, step)
-
-    def _run_now(self, spans: Sequence[Span], amid: InFlightStep) -> None:
-        """Run a whole step amid another, which does not count its time; after a failure it is tried again later."""
-        if not spans:
-            return
-        assert self._commit_now is not None
-        start = time.perf_counter()
-        self._note_start(spans)
-        trees = [span.tree() for span in spans]
-        step = InFlightStep(spans, trees, 0, 0, StageClock(), num_programs=self.target.num_programs)
-        try:
-            self._begin(step)
-            self._commit_now(self._finish(step))
-        except BaseException as error:
-            self.drop(spans)
-            if not isinstance(error, Exception):
-                raise
-            logger.exception("a step amid another failed; its requests are tried again")
-        finally:
-            amid.clock.leave_out(time.perf_counter() - start)
 
     def _draft(self, spans: Sequence[Span], policy: SpeculationPolicy) -> tuple[list[TokenTree | None], int, int]:
         """Draft a tree for each span.

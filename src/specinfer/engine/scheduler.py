@@ -103,37 +103,28 @@ class Scheduler:
             return Schedule([], preempted)
         return Schedule([self._span(*pair) for pair in zip(group, shares, strict=True)], preempted)
 
-    def schedule_arrivals(
-        self, spans: Sequence[Span], num_guessed: int, *, joins: bool = True, interrupts: bool = False
-    ) -> tuple[list[Span], list[Span]]:
-        """Return spans of requests that arrived since a pass was scheduled: those it takes too, and those to run now.
+    def schedule_arrivals(self, spans: Sequence[Span], num_guessed: int) -> list[Span]:
+        """Return spans of requests that arrived since a pass was scheduled and that it takes too.
 
         Args:
             spans: The spans of the pass.
             num_guessed: Nodes of its trees.
-            joins: Whether the pass has not begun, so that it can take further requests.
-            interrupts: Whether first tokens may have a pass of their own amid this one.
         """
         num_running = len(self.running)
-        self._admit(num_guessed if joins else 0, may_preempt=False)
+        self._admit(num_guessed, may_preempt=False)
         if len(self.running) == num_running:
-            return [], []
+            return []
         arrived = self.grammar_turns.choose(self.running[num_running:])
         group, num_known = [span.request for span in spans], sum(span.end - span.start for span in spans)
-        now = []
-        if interrupts:
-            num_tokens = num_known + num_guessed
-            now = self.first_tokens.choose_amid(arrived, self.running, num_tokens, self.planner)
-        joining = [request for request in arrived if request not in now] if joins else []
-        shares = self._shares([*group, *joining])[len(group) :]
+        shares = self._shares([*group, *arrived])[len(group) :]
         tokens_left = self._max_num_batched_tokens - num_known
         joined = []
-        for request, share in zip(joining, shares, strict=True):
+        for request, share in zip(arrived, shares, strict=True):
             count = min(share, tokens_left)
             if count > 0:
                 joined.append(self._span(request, count))
                 tokens_left -= count
-        return joined, [self._span(*pair) for pair in zip(now, self._shares(now), strict=True)]
+        return joined
 
     def _span(self, request: Request, count: int) -> Span:
         """Return the span of a request's next known tokens, and charge them to its tenant."""

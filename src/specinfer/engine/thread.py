@@ -60,7 +60,6 @@ class EngineThread:
     ) -> None:
         self._engine = engine
         engine.host.take_arrivals = self._take_arrivals
-        engine.interrupt_passes(None)  # of the thread before
         self._deliver = deliver
         self._died = died
         self._idle = idle
@@ -102,10 +101,6 @@ class EngineThread:
         """Seconds since the current step began; 0 between steps."""
         start = self._step_start
         return 0.0 if start is None else time.monotonic() - start
-
-    def interrupt_passes(self) -> None:
-        """Compute first tokens amid passes of other tenants from now on. Called before the first request."""
-        self._engine.interrupt_passes(self._deliver)
 
     def add(self, requests: Sequence[Request]) -> bool:
         """Queue requests; they start at the next step with capacity for them. Return False if the thread has ended."""

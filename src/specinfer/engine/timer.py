@@ -159,10 +159,6 @@ class StageClock:
         """Leave out the time before this moment, which belongs to another step."""
         self._last = max(self._last, moment)
 
-    def leave_out(self, seconds: float) -> None:
-        """Leave out this time of the current lap, which belongs to another step."""
-        self._last += seconds
-
     def end(self, record: StepRecord) -> None:
         """Add the record of the step to its marks on the device's timeline."""
         if self.marks is not None:

@@ -1,6 +1,6 @@
 """One pass through a model, or through one pipeline stage of it, for all kinds of decoders."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,6 @@ def forward(
     batch: ForwardBatch,
     hidden: Tensor | None = None,
     watch: Watch | None = None,
-    pause: Callable[[], None] | None = None,
 ) -> Tensor:
     """Return [rows, vocab] float32 logits of the tokens that the batch asks for, or hidden states (see Returns).
 
@@ -34,8 +33,6 @@ def forward(
     Args:
         hidden: [tokens, width] output of the previous stage, which may be overwritten. None for the first stage.
         watch: Callback after the embedding and after each layer; only for models whose layers are fused.
-        pause: Callback now and then between layers, which may run other passes; only models whose layers are fused
-            call it.
 
     Returns:
         The logits, or for a stage that is not the last: [tokens, width] hidden states after its last layer.
@@ -43,7 +40,7 @@ def forward(
     if batch.store.taps and watch is None and not isinstance(model, FeatureHead):
         watch = _Tapping(batch)
     if isinstance(model, FusedDecoder):
-        fused: Tensor = model(batch, hidden, watch, pause)
+        fused: Tensor = model(batch, hidden, watch)
         return fused
     if isinstance(model, DeviceDecoder | FeatureHead):
         assert hidden is None or isinstance(model, DeviceDecoder)

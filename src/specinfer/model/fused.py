@@ -93,14 +93,12 @@ class FusedDecoder(nn.Module):
         batch: ForwardBatch,
         hidden: Tensor | None = None,
         watch: Watch | None = None,
-        pause: Callable[[], None] | None = None,
     ) -> Tensor:
         """Return [rows, vocab] float32 logits of the tokens that the batch asks for, or hidden states without a head.
 
         Args:
             hidden: [tokens, width] float32 output of the previous stage, modified in place.
             watch: Callback after the embedding and after each layer, see `Watch`.
-            pause: Callback now and then between layers, which may run other passes; ignored where `watch` is given.
         """
         assert (hidden is None) == self.is_first
         assert hidden is None or hidden.dtype == torch.float32
@@ -108,15 +106,13 @@ class FusedDecoder(nn.Module):
         if self.layer_inputs is not None:
             assert batch.native is not None
             batch.native.give(self.layer_inputs(batch.token_ids, hidden))
-        hidden = self._computed(batch, hidden, watch, pause)
+        hidden = self._computed(batch, hidden, watch)
         if self.head is None:
             return hidden
         rows = batch.logit_rows
         return self.head(hidden if rows.shape[0] == hidden.shape[0] else hidden.index_select(0, rows))
 
-    def _computed(
-        self, batch: ForwardBatch, hidden: Tensor, watch: Watch | None, pause: Callable[[], None] | None
-    ) -> Tensor:
+    def _computed(self, batch: ForwardBatch, hidden: Tensor, watch: Watch | None) -> Tensor:
         """Run the layers on `hidden` in place, and return it: [tokens, width]."""
         pieces = batch.native
         assert pieces is not None
@@ -130,7 +126,7 @@ class FusedDecoder(nn.Module):
         if known is not None:
             scratch = torch.empty(hidden.shape[0] * known + pieces.num_scanned * self._scan_floats)
         if scratch is not None and watch is None and self.stream is None:
-            self._in_one_call(batch.store, positions)(pieces, hidden, scratch, batch.adapters, pause)
+            self._in_one_call(batch.store, positions)(pieces, hidden, scratch, batch.adapters)
             self._wrote(scan)
             return hidden
         if watch is not None:

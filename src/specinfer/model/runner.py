@@ -188,39 +188,29 @@ class ModelRunner:
     def read_taps(self, layers: Sequence[int], request_id: str, start: int, end: int) -> list[Tensor]:
         return self.tensors.read_taps(layers, self.cache.slots(request_id)[start:end])
 
-    def begin(self, pieces: Sequence[Piece], pause: Callable[[], None] | None = None) -> Pass:
+    def begin(self, pieces: Sequence[Piece]) -> Pass:
         """Return a pass that is computed in `wait`; one process has nothing else to do in the meantime."""
-        given = {} if pause is None else {"pause": pause}
-        return DeferredPass(partial(self.forward, pieces, **given))
+        return DeferredPass(partial(self.forward, pieces))
 
     @torch.inference_mode()
-    def forward(self, pieces: Sequence[Piece], pause: Callable[[], None] | None = None) -> Tensor:
+    def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """Return [rows, vocab] float32 logits, piece by piece, for the last `num_logits` tokens of each.
 
         The next pass of this runner may overwrite the result: copy it to keep it longer.
-
-        Args:
-            pause: Callback now and then between fused layers, which may run other passes.
         """
         with on_device(self.loaded.device):
             if self.padded is not None:
                 return self.padded.forward(pieces)
-            return compute(self.loaded, self.tensors, pieces, pause=pause)
+            return compute(self.loaded, self.tensors, pieces)
 
 
-def compute(
-    loaded: LoadedModel,
-    tensors: KVTensors,
-    pieces: Sequence[Piece],
-    hidden: Tensor | None = None,
-    pause: Callable[[], None] | None = None,
-) -> Tensor:
+def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hidden: Tensor | None = None) -> Tensor:
     """Run one pass over these pieces, and return what `forward` returns for the model or for this rank's stage."""
     # The shape of a pass changes the last bit of PyTorch's attention sums. Where activations are then rounded to 8
     # bits, one bit may become a whole step. Sums in double, rounded to the model's type, do not differ.
     in_double = loaded.is_quantized and loaded.device.type == "cpu"
     batch = pack(pieces, tensors, loaded.device, native=loaded.native, in_double=in_double)
-    return forward(loaded.model, batch, hidden, pause=pause)
+    return forward(loaded.model, batch, hidden)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Decoder layers on the native kernels, as lists of parts (`layer_part.py`)."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import Self
 
 from torch import Tensor
@@ -114,8 +113,6 @@ class LayersCall:
         arguments: Address of the addresses of each part, and the number of parts.
     """
 
-    STRETCHES = 4  # native calls of a pass that may be paused between them
-
     def __init__(
         self,
         layers: Sequence[LayerCall],
@@ -128,7 +125,6 @@ class LayersCall:
             [part for one in layers for part in one.parts], [one for own in mixers for one in own], each
         )
         self.arguments = self._places.arguments
-        self._starts = [0, *accumulate(len(layer.parts) for layer in layers)]  # of layers, in parts
 
     @property
     def num_positions(self) -> int:
@@ -145,19 +141,6 @@ class LayersCall:
         hidden: Tensor,
         scratch: Tensor,
         runs: AdapterRuns | None,
-        pause: Callable[[], None] | None = None,
     ) -> None:
-        """Compute the layers in place on `hidden`; the arguments are those of `LayerCall.__call__`.
-
-        Args:
-            pause: Callback between two stretches of layers. It may run other passes of the same model.
-        """
-        if pause is None:
-            run_parts(self._places, pieces, hidden, scratch, runs)
-            return
-        num_layers = len(self._starts) - 1
-        places = sorted({num_layers * i // self.STRETCHES for i in range(self.STRETCHES + 1)})
-        for start, end in pairwise(self._starts[i] for i in places):
-            if start:
-                pause()
-            run_parts(self._places, pieces, hidden, scratch, runs, within=(start, end))
+        """Compute the layers in place on `hidden`; the arguments are those of `LayerCall.__call__`."""
+        run_parts(self._places, pieces, hidden, scratch, runs)

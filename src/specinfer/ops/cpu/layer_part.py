@@ -233,9 +233,6 @@ class PartCall:
         return None
 
 
-_NUM_ADDRESSES = 4  # of a part in `Places`
-
-
 class Places:
     """The addresses of parts that are computed one after the other, with those of what they read.
 
@@ -255,10 +252,6 @@ class Places:
         self._places = (ctypes.c_void_p * len(addresses))(*addresses)
         self.arguments = (ctypes.addressof(self._places), len(parts))
 
-    def within(self, start: int, end: int) -> tuple[int, int]:
-        """Return the arguments of some of the parts."""
-        return self.arguments[0] + start * _NUM_ADDRESSES * ctypes.sizeof(ctypes.c_void_p), end - start
-
 
 def run_parts(
     places: Places,
@@ -267,16 +260,15 @@ def run_parts(
     scratch: Tensor | None,
     runs: AdapterRuns | None,
     inputs: Tensor | None = None,
-    within: tuple[int, int] | None = None,
 ) -> None:
-    """Compute parts, or those within a range, in place on `hidden`, the first from `inputs`; see `LayerCall`."""
+    """Compute parts in place on `hidden`, the first from `inputs`; see `LayerCall`."""
     if scratch is None:
         floats = len(hidden) * max(part.scratch_floats for part in places.parts)
         scratch = torch.empty(floats + pieces.num_scanned * max(part.scan_floats for part in places.parts))
     given, adapters = (None if inputs is None else inputs.data_ptr()), None if runs is None else runs.address
     call(
         "specinfer_decode_all",
-        *(places.arguments if within is None else places.within(*within)),
+        *places.arguments,
         pieces.address,
         given,
         hidden.data_ptr(),
