@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from specinfer import kernels
+from specinfer import ops
 from specinfer.core.files import cache_folder, write_atomically
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.systems import usable_cpus
@@ -95,7 +95,7 @@ def _situation(target: TargetRunner, drafter: Drafter | None) -> dict[str, Any]:
         "cores": usable_cpus(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "kernels": kernels.describe(),
+        "kernels": ops.describe(),
         "specinfer": importlib.metadata.version("specinfer"),
         "dtype": str(target.loaded.dtype),
         "target": _shape(target),
