@@ -106,6 +106,12 @@ def test_a_page_names_modules_and_objects_that_exist(page: Path) -> None:
             assert resolves(name[1:].split(".")), name
 
 
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_a_page_shows_the_source_of_functions_that_exist(page: Path) -> None:
+    for name in re.findall(r"<!-- source: specinfer\.([\w.]+) -->", page.read_text()):
+        assert resolves(name.split(".")), name
+
+
 def resolves(parts: list[str]) -> bool:
     """Whether a dotted name in the package is a module, or an attribute of one."""
     found: Any = specinfer

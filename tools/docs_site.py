@@ -1,16 +1,19 @@
-"""Pages of the documentation site that are not in docs/: README, CONTRIBUTING, model cards, examples, commands.
+"""Pages, tables and code of the documentation site that are written from other files and from the code.
 
-A hook of MkDocs (mkdocs.yml). Links between files of the repository become links between pages, so that every file can
-also be read where it is.
+A hook of MkDocs (mkdocs.yml). README, CONTRIBUTING, model cards, examples and commands become pages. A line
+`<!-- table: NAME -->` becomes a table: settings of the server from the dataclasses of options, names of vLLM from
+`core.vllm_tables`. A line `<!-- source: NAME -->` becomes the source of a function. Links between files of the
+repository become links between pages, so that every file can also be read where it is.
 """
 
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
-from inspect import formatannotation
+from importlib import import_module
+from inspect import Parameter, formatannotation, getsource
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer.main
 from mkdocs.config.defaults import MkDocsConfig
@@ -18,7 +21,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from specinfer.cli.app import app
+from specinfer.cli.commands import flags_of
+from specinfer.cli.options import ServedOptions
+from specinfer.cli.replica_options import ReplicaOptions
+from specinfer.cli.serve_options import ServerOptions
 from specinfer.core.options import settings_of
+from specinfer.core.vllm_tables import CALLS, ENGINE, SAMPLING, SPECULATIVE, VllmName
 from specinfer.engine_args import EngineArgs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +38,8 @@ PAGES = {
     "src/specinfer/demo/chat-drafter/MODEL_CARD.md": "model-cards/chat-drafter.md",
 }
 SOURCES = {page: source for source, page in PAGES.items()}
-ARGUMENTS = re.compile("<!-- engine arguments.*-->")
+TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
+SOURCE = re.compile(r"^<!-- source: ([\w.]+)\.(\w+) -->$", re.MULTILINE)
 LINK = re.compile(r"\[([^]]+)\]\((?![a-z]+:|#)([\w./-]+)(#[^)]*)?\)")
 
 
@@ -56,7 +65,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         text = titles.get(target, found[1]) if found[1].endswith(".md") else found[1]
         return f"[{text}]({posixpath.relpath(target, posixpath.dirname(name) or '.')}{found[3] or ''})"
 
-    return LINK.sub(link, ARGUMENTS.sub(lambda _: "\n".join(engine_arguments()), markdown))
+    markdown = LINK.sub(link, TABLE.sub(lambda found: "\n".join(TABLES[found[1]]()), markdown))
+    return SOURCE.sub(lambda found: f"```python\n{getsource(getattr(import_module(found[1]), found[2]))}```", markdown)
 
 
 def _titles(nav: Any) -> Iterator[tuple[str, str]]:
@@ -84,6 +94,44 @@ def engine_arguments() -> Iterator[str]:
         kind = field.type if isinstance(field.type, str) else formatannotation(field.type)
         kind = re.sub(r"pathlib\.|collections\.abc\.", "", kind).replace("|", "\\|")
         yield f"| `{field.name}` | `{kind}` | {default} | {flag.text} |"
+
+
+def server_settings() -> Iterator[str]:
+    """Yield the lines of a table of settings for each section."""
+    sections: dict[str, list[str]] = {}
+    for kind in (ServedOptions, ServerOptions, ReplicaOptions):
+        for parameter in flags_of(kind) or ():
+            option = get_args(parameter.annotation)[1]
+            sections.setdefault(option.rich_help_panel, []).append(_setting(parameter, option.help))
+    for name, rows in sections.items():
+        yield "\n".join([f"### {name}\n", "| flag | variable | default | |", "|---|---|---|---|", *rows, ""])
+
+
+def _setting(parameter: Parameter, text: str) -> str:
+    flag, default = parameter.name.replace("_", "-"), parameter.default
+    shown = "" if default is None or default is False or default == "" else f"`{default}`"
+    text = text.replace("|", "\\|")
+    return f"| `--{flag}` | `SPECINFER_{parameter.name.upper()}` | {shown} | {text} |"
+
+
+def vllm_names(table: Mapping[str, VllmName]) -> Iterator[str]:
+    """Yield the lines of a table of vLLM's names; names with the same effect are one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, entry in sorted(table.items()):
+        accepted = " or ".join(f"`{value!r}`" for value in entry.accepted or ())
+        rows.setdefault((f"only {accepted}" if accepted else "no effect", entry.about), []).append(f"`{name}`")
+    yield "| name | effect |\n|---|---|"
+    yield from (f"| {', '.join(names)} | {effect}: {about} |" for (effect, about), names in rows.items())
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "engine_arguments": engine_arguments,
+    "server_settings": server_settings,
+    "vllm_engine": lambda: vllm_names(ENGINE),
+    "vllm_speculative": lambda: vllm_names(SPECULATIVE),
+    "vllm_sampling": lambda: vllm_names(SAMPLING),
+    "vllm_calls": lambda: vllm_names(CALLS),
+}
 
 
 def commands() -> Iterator[str]:

@@ -1,20 +1,16 @@
 """Settings of the server: where they come from, which goes first, and what is refused."""
 
-import importlib.util
 import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from specinfer.cli.app import app
-from specinfer.cli.commands import flags_of
-from specinfer.cli.options import ServedOptions
 from specinfer.cli.serve import _keep_files
 from specinfer.cli.serve_options import ServerOptions
 from specinfer.cli.values import join_dotted
@@ -439,30 +435,6 @@ def test_what_loading_refuses_is_one_line(tmp_path: Path) -> None:
         shown = start(*words, "--port", "0", code=2).stderr
         (line,) = [line for line in shown.splitlines() if line.startswith("specinfer: error:")]
         assert part in line
-
-
-# --------------------------------------------------------------------------------------- the document
-
-
-def _tool() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "configuration.py"
-    spec = importlib.util.spec_from_file_location("configuration", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_document_has_the_settings_of_today() -> None:
-    tool = _tool()
-    documents = {name: (tool.DOCS / name).read_text(encoding="utf-8") for name in tool.TABLES}
-    for name, document in documents.items():
-        assert document == tool.renewed(name, document), "run tools/configuration.py"
-    document = documents["configuration.md"]
-    for kind in (ServedOptions, ServerOptions):
-        for flag in flags_of(kind) or ():
-            assert f"| `--{flag.name.replace('_', '-')}` | `SPECINFER_{flag.name.upper()}` |" in document
 
 
 def test_options_have_the_defaults_of_the_settings() -> None:
