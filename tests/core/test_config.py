@@ -76,7 +76,7 @@ def test_a_tree_needs_a_drafter(tree: str) -> None:
 @pytest.mark.parametrize(("sizes", "name"), [((0, 4), "min"), ((2, 65), "max"), ((65, 65), "min"), ((1, 0), "max")])
 def test_ngram_sizes_out_of_range(sizes: tuple[int, int], name: str) -> None:
     with pytest.raises(ValueError, match=rf"^prompt_lookup_{name} must be from 1 to 64, not "):
-        SpeculativeConfig(ngram_sizes=sizes)
+        SpeculativeConfig(prompt_lookup_min=sizes[0], prompt_lookup_max=sizes[1])
 
 
 def test_drafters() -> None:
@@ -130,13 +130,14 @@ def test_two_names_of_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"], ids=repr)
 def test_limits_are_whole_numbers(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{name} must be a whole number of at least 1, not "):
+    assert getattr(EngineConfig(**{name: 1}), name) == 1  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"^{name} must be (a whole number|at least 1), not "):
         EngineConfig(**{name: value})
 
 
 @pytest.mark.parametrize("value", [-1, 2**63, 1.0, None, True], ids=repr)
 def test_seeds_are_whole_numbers(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^seed must be a whole number from 0 to"):
+    with pytest.raises(ValueError, match=r"^seed must be (a whole number, not|from 0 to)"):
         EngineConfig(seed=value)
 
 
@@ -166,10 +167,3 @@ def test_a_budget_or_folder_without_offloading_is_refused(given: dict[str, str])
     assert OffloadConfig("disk", **given).offload == "disk"  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"{next(iter(given))}: it is for targets that are streamed"):
         OffloadConfig(**given)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"])
-def test_the_smallest_engine_is_allowed(name: str) -> None:
-    assert getattr(EngineConfig(**{name: 1}), name) == 1  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=name):
-        EngineConfig(**{name: 0})  # type: ignore[arg-type]

@@ -6,14 +6,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specinfer.core.errors import check_float, check_int, check_path
+from specinfer.core.errors import check_path
 from specinfer.core.lookups import quoted_lookups, reserved_names
-from specinfer.core.options import parse_size
+from specinfer.core.options import check_settings, parse_size, setting
 from specinfer.core.tree_shape import TreeShape, parse_count, parse_tree
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 QUANTIZATIONS = ("int8", "int4", "fp8")
+MODEL, SPECULATION = "Model", "Speculation"  # sections of the help
 _MAX_NGRAM = 64  # each length takes memory for every token
 
 
@@ -21,34 +22,33 @@ _MAX_NGRAM = 64  # each length takes memory for every token
 class EngineConfig:
     """Limits of one engine.
 
-    Attributes:
-        max_model_len: Prompt and output together, in tokens; None is the model's own length.
-        max_num_seqs: Maximum number of requests that run at once.
-        max_num_batched_tokens: Known tokens computed in one step.
-        kv_cache_memory_bytes: Bytes for the keys and values of all models, or None for a quarter of a CPU's memory or
-            most of a GPU's.
-        seed: Base seed of requests that have none.
-        gpu_memory_utilization: Share of a GPU's memory for weights and caches, or None for most of what weights leave.
+    Raises:
+        ValueError: A field is out of range; the message names it.
     """
 
-    max_model_len: int | None = None
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
-    kv_cache_memory_bytes: int | None = None
-    seed: int = 0
-    gpu_memory_utilization: float | None = None
+    max_model_len: int | None = setting(None, MODEL, "Maximum length of prompt and output together, in tokens.", low=1)
+    max_num_seqs: int = setting(32, MODEL, "Maximum number of requests in a batch.", low=1)
+    max_num_batched_tokens: int = setting(
+        512,
+        MODEL,
+        "Maximum number of prompt tokens in a step. (default: 512, up to 2048 on GPUs, 1024 with --offload)",
+        low=1,
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None, MODEL, "Size of the KV caches of all models, such as 512M or 4GiB.", metavar="SIZE", low=1
+    )
+    seed: int = setting(0, MODEL, "Random seed of requests that have none of their own.", low=0, high=2**63 - 1)
+    gpu_memory_utilization: float | None = setting(
+        None,
+        MODEL,
+        "Share of the memory of a GPU that weights and KV caches may take. (default: 0.8 of what the weights leave)",
+        low=0,
+        high=1,
+        above=True,
+    )
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
-            value = getattr(self, name)
-            if value is None and name in ("max_model_len", "kv_cache_memory_bytes"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, not {self.seed!r}")
-        if self.gpu_memory_utilization is not None:
-            check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, low_open=True)
+        check_settings(self)
 
 
 def check_quantization(name: str, value: str | None) -> None:
@@ -85,33 +85,37 @@ OFFLOADS = ("disk", "cpu")
 class OffloadConfig:
     """Location of the target's layers that do not fit into memory.
 
-    Attributes:
-        offload: "disk" to read them for every pass from the model's files or from a packed copy, "cpu" for host memory,
-            for targets on a GPU, or None to keep every layer on the device.
-        memory_budget: Memory limit of the whole process, in bytes or as "4GiB", or None for most of the available
-            memory.
-        offload_folder: Folder of the packed copy, or None for no copy.
-
     Raises:
         ValueError: A field is invalid, or makes no sense without `offload`.
     """
 
-    offload: str | None = None
-    memory_budget: int | str | None = None
-    offload_folder: str | Path | None = None
+    offload: str | None = setting(
+        None,
+        MODEL,
+        "Where to keep layers of the target that do not fit into memory: disk (read for every pass) or cpu (host "
+        "memory, for a target on a GPU).",
+        choices=OFFLOADS,
+    )
+    memory_budget: int | str | None = setting(
+        None,
+        MODEL,
+        "Memory limit of the whole process with --offload, such as 4GiB. (default: 80 % of free memory)",
+        metavar="SIZE",
+    )
+    offload_folder: str | Path | None = setting(
+        None,
+        MODEL,
+        "Folder for a packed copy of the offloaded layers. Required for quantized layers.",
+        metavar="DIR",
+    )
 
     def __post_init__(self) -> None:
-        if self.offload is None:
-            for name in ("memory_budget", "offload_folder"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f'{name}: it is for targets that are streamed; set offload="disk" too, or leave it out'
-                    )
-            return
-        if self.offload not in OFFLOADS:
-            raise ValueError(
-                f"offload must be one of {', '.join(OFFLOADS)}, not {self.offload!r}; leave it out for none"
-            )
+        check_settings(self)
+        for name in ("memory_budget", "offload_folder") if self.offload is None else ():
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f'{name}: it is for targets that are streamed; set offload="disk" too, or leave it out'
+                )
         if self.memory_budget is not None:
             parse_size("memory_budget", self.memory_budget)
         if self.offload_folder is not None:
@@ -147,20 +151,12 @@ def check_verification(rule: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Settings of speculation: the drafters, the tree shape, and how draft tokens are drawn and verified.
+    """Settings of speculation: the drafters, the tree shape, and how draft tokens are sampled and verified.
 
     Attributes:
-        drafters: Folders, hub names, "ngram" or "suffix"; None is the embedded drafter for "demo"; else MTP layers, a
-            head or a small model with suffix lookup, or n-gram lookup, as `hub.auto_drafter` finds them.
-        tree: "auto" (by measured cost), "off", an expansion such as "1,1,3,1", or "best-first:32".
-        verification: "coupled", "multi-step", "traversal", "target-only", or "auto" for the faster of coupled and
-            traversal, by measurement.
-        draft_sampling: "auto" (the rule's own), "shared-noise", "top-k", "without-replacement", "iid" or "hybrid".
-        select: Model drafters that propose tokens: "all", or "hedge" or "hedge:1" for at most this many for each
-            request, those that perform best on its text.
-        speculation_policy: File of a predictor that chooses for "auto", made by `specinfer tune --policy`, or None to
-            choose by costs alone.
-        ngram_sizes: Lengths of the shortest and the longest n-gram that "ngram" looks up.
+        drafters: Names of drafters; None is the embedded drafter for "demo"; else MTP layers, a head or a small model
+            with suffix lookup, or n-gram lookup, as `hub.auto_drafter` finds them.
+        draft_sampling: "auto" becomes that of the verification rule.
 
     Raises:
         ValueError: A field is out of range, or the rule does not support the draft sampling; the message says
@@ -168,34 +164,58 @@ class SpeculativeConfig:
     """
 
     drafters: tuple[str, ...] | None = None
-    tree: str = "auto"
-    verification: str = "coupled"
-    draft_sampling: str = "auto"
-    select: str = "all"
-    speculation_policy: str | None = None
-    ngram_sizes: tuple[int, int] = (2, 4)
+    tree: str = setting(
+        "auto",
+        SPECULATION,
+        "Token tree: auto (by measured costs), off, children per level such as 1,1,3,1, or best-first:32.",
+    )
+    verification: str = setting(
+        "coupled",
+        SPECULATION,
+        "Verification rule. coupled and target-only generate the tokens of plain decoding with the same seed; "
+        "multi-step and traversal generate tokens of the same distribution; auto takes the faster of coupled and "
+        "traversal for each sampled request.",
+        choices=(*DRAFT_SAMPLINGS, AUTO),
+    )
+    draft_sampling: str = setting(
+        "auto",
+        SPECULATION,
+        "Sampling of draft tokens: {choices}; auto is that of the verification rule.",
+        choices=("auto", *DRAFT_SAMPLINGS["coupled"]),
+        old_name="drawing",
+    )
+    select: str = setting(
+        "all",
+        SPECULATION,
+        "Draft models to use for each request: all, or hedge:N for the N (default 2) that predict its text best.",
+    )
+    speculation_policy: str | None = setting(
+        None,
+        SPECULATION,
+        "Learned speculation policy for --tree auto, made by specinfer tune --policy.",
+        metavar="FILE",
+        old_name="scheduler",
+    )
+    prompt_lookup_min: int = setting(
+        2, SPECULATION, "Shortest n-gram that the drafter ngram looks up.", low=1, high=_MAX_NGRAM
+    )
+    prompt_lookup_max: int = setting(
+        4, SPECULATION, "Longest n-gram that the drafter ngram looks up.", low=1, high=_MAX_NGRAM
+    )
 
     def __post_init__(self) -> None:
+        check_settings(self)
         parse_select(self.select)
-        least, most = self.ngram_sizes
-        check_int("prompt_lookup_min", least, 1, _MAX_NGRAM)
-        check_int("prompt_lookup_max", most, 1, _MAX_NGRAM)
-        if least > most:  # one of them may be the default
+        if self.prompt_lookup_min > self.prompt_lookup_max:  # one of them may be the default
             raise ValueError(
-                f"prompt_lookup_min, prompt_lookup_max: the shortest n-gram ({least}) is longer than the longest "
-                f"({most}); set both"
+                f"prompt_lookup_min, prompt_lookup_max: the shortest n-gram ({self.prompt_lookup_min}) is longer than "
+                f"the longest ({self.prompt_lookup_max}); set both"
             )
         if self.speculation_policy is not None:
             check_path("speculation_policy", self.speculation_policy)
-        check_verification(self.verification)
         allowed = DRAFT_SAMPLINGS.get(self.verification, (AUTO,))
         if self.draft_sampling == AUTO:
             object.__setattr__(self, "draft_sampling", allowed[0])
-        elif self.draft_sampling not in DRAFT_SAMPLINGS["coupled"]:
-            raise ValueError(
-                f"draft_sampling must be one of auto, {', '.join(DRAFT_SAMPLINGS['coupled'])}, "
-                f"not {self.draft_sampling!r}"
-            )
         elif self.verification == AUTO:
             raise ValueError(
                 f"draft_sampling: {self.draft_sampling!r} is for one rule, and verification auto draws as the rule "

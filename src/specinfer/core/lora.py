@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specinfer.core.errors import check_int
+from specinfer.core.options import check_settings, setting
 
 MAX_RANK = 4096
 
@@ -39,20 +40,18 @@ class LoRARequest:
 class LoRAConfig:
     """Limits for adapters.
 
-    Attributes:
-        max_loras: Maximum number of adapters in a batch.
-        max_lora_rank: Maximum rank of an adapter.
-        max_cpu_loras: Maximum number of adapters in memory.
+    Raises:
+        ValueError: A field is out of range; the message names it.
     """
 
-    max_loras: int
-    max_lora_rank: int
-    max_cpu_loras: int
+    max_loras: int = setting(8, "Model", "Maximum number of LoRA adapters in a batch.", low=1)
+    max_lora_rank: int = setting(64, "Model", "Maximum rank of a LoRA adapter.", low=1, high=MAX_RANK)
+    max_cpu_loras: int = setting(
+        8, "Model", "Maximum number of LoRA adapters in memory. (default: the same as --max-loras)", low=1
+    )
 
     def __post_init__(self) -> None:
-        check_int("max_loras", self.max_loras, 1)
-        check_int("max_lora_rank", self.max_lora_rank, 1, MAX_RANK)
-        check_int("max_cpu_loras", self.max_cpu_loras, 1)
+        check_settings(self)
         if self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras: {self.max_cpu_loras} is less than max_loras, {self.max_loras}; raise it")
 

@@ -1,10 +1,14 @@
 """Settings as fields of dataclasses: each field has the description from which flags, checks and documents are made."""
 
+import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args
+
+from specinfer.core.errors import check_float, check_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +22,12 @@ class Flag:
         short: Short flag.
         metavar: Name of the value in the help.
         choices: Allowed values, or () if they are checked in another way.
+        low, high: Least and largest number, or None without a limit.
+        above: Whether `low` itself is not allowed.
         old_name: Former name of the field, accepted with a warning.
+        is_negated: Whether the flag switches the setting off.
+        repeats: Whether the flag may be repeated, for a field that is not a list of text.
+        read: Function from the value of the flag to that of the field, if they differ.
     """
 
     panel: str
@@ -27,7 +36,13 @@ class Flag:
     short: str | None = None
     metavar: str | None = None
     choices: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
     old_name: str | None = None
+    is_negated: bool = False
+    repeats: bool = False
+    read: Callable[[Any], Any] | None = None
 
     @property
     def text(self) -> str:
@@ -35,10 +50,35 @@ class Flag:
         *first, last = self.choices or ("",)
         return self.help.replace("{choices}", f"{', '.join(first)} or {last}")
 
+    def check(self, name: str, kinds: Collection[Any], value: Any) -> None:
+        """Check a value against the choices or the limits.
+
+        Args:
+            kinds: Types of the field.
+
+        Raises:
+            ValueError: It is none of the choices, or beyond a limit; the message names the field.
+        """
+        if self.choices and value not in self.choices:
+            none = "; leave it out for none" if NoneType in kinds else ""
+            raise ValueError(f"{name} must be one of {', '.join(self.choices)}, not {value!r:.60}{none}")
+        if self.low is None or (str in kinds and isinstance(value, str)):  # text is checked where it is parsed
+            return
+        if float in kinds:
+            check_float(name, value, self.low, math.inf if self.high is None else self.high, low_open=self.above)
+        else:
+            check_int(name, value, int(self.low), None if self.high is None else int(self.high))
+
 
 def setting(default: Any, panel: str, help: str, **more: Any) -> Any:
     """Return a field of a dataclass with a description; `more` are further attributes of `Flag`."""
     return field(default=default, metadata={"flag": Flag(panel, help, **more)})
+
+
+def setting_of(config: type, name: str, **changed: Any) -> Any:
+    """Return the field of another dataclass: the same setting, perhaps with another default."""
+    (same,) = (each for each in fields(config) if each.name == name)
+    return field(default=changed.get("default", same.default), metadata=same.metadata)
 
 
 def settings_of(kind: type) -> Iterator[tuple[Field[Any], Flag]]:
@@ -46,19 +86,23 @@ def settings_of(kind: type) -> Iterator[tuple[Field[Any], Flag]]:
     return ((each, each.metadata["flag"]) for each in fields(kind) if "flag" in each.metadata)
 
 
-def check_choices(settings: Any) -> None:
-    """Check the fields that have choices, true and false among these.
+def kinds_of(each: Field[Any]) -> tuple[Any, ...]:
+    """Return the types that a field may have."""
+    return get_args(each.type) if isinstance(each.type, UnionType) else (each.type,)
+
+
+def check_settings(settings: Any) -> None:
+    """Check the fields that have choices or limits, true and false among these.
 
     Raises:
-        ValueError: A value is none of them; the message names the field.
+        ValueError: A value is not allowed; the message names the field.
     """
     for each, flag in settings_of(type(settings)):
-        value = getattr(settings, each.name)
+        value, kinds = getattr(settings, each.name), kinds_of(each)
         if isinstance(each.default, bool) and not isinstance(value, bool):  # "false" would be true
             raise ValueError(f"{each.name} must be true or false, not {value!r:.60}")
-        if flag.choices and value not in flag.choices and not (value is None and each.default is None):
-            none = "; leave it out for none" if each.default is None else ""
-            raise ValueError(f"{each.name} must be one of {', '.join(flag.choices)}, not {value!r:.60}{none}")
+        if value is not None or each.default is not None:
+            flag.check(each.name, kinds, value)
 
 
 def _warn(old: str, new: str) -> None:

@@ -10,48 +10,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from specinfer.core.errors import check_int
+from specinfer.core.options import check_settings, setting
 
 DEFAULT_PORT = 29500  # the default of torch.distributed
-PLACEMENTS = ("auto", "first", "spread")
+RANKS = "Ranks"  # section of the help
+_MAX_RANKS = 1024
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Settings of a target sharded over ranks, each of which is a process.
-
-    Attributes:
-        tensor_parallel_size: Ranks that share every layer.
-        pipeline_parallel_size: Stages, each with a part of the layers.
-        nnodes: Machines; each has the same number of ranks, and runs the same command.
-        node_rank: Number of this machine; the engine is on machine 0.
-        master_addr: Address of machine 0, as all machines reach it.
-        master_port: Port there, or None for 29500. Ranks on one machine use no ports.
-        drafter_placement: "first": all model drafters are on the engine's rank. "spread": each rank runs a different
-            drafter. "auto": "spread" if all ranks are on one machine with two CPUs for each.
-        cluster_cert: PEM file with a private key and its certificate, the same on all machines. Ranks on several
-            machines accept each other by it, and encrypt their messages with it.
-        insecure_cluster: Whether ranks on several machines may do without it.
+    """Settings of a target sharded over ranks, each of which is a process. Ranks on one machine use no ports.
 
     Raises:
         ValueError: A field is out of range, or contradicts the others; the message names it.
     """
 
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str | None = None
-    master_port: int | None = None
-    drafter_placement: str = "auto"
-    cluster_cert: str | None = None
-    insecure_cluster: bool = False
+    tensor_parallel_size: int = setting(
+        1, RANKS, "Number of tensor parallel processes.", short="-tp", low=1, high=_MAX_RANKS
+    )
+    pipeline_parallel_size: int = setting(
+        1, RANKS, "Number of pipeline parallel stages.", short="-pp", low=1, high=_MAX_RANKS
+    )
+    nnodes: int = setting(1, RANKS, "Number of nodes. Start the same command on each.", low=1, high=_MAX_RANKS)
+    node_rank: int = setting(0, RANKS, "Rank of this node, from 0. Node 0 runs the engine.", low=0)
+    master_addr: str | None = setting(None, RANKS, "Address of node 0, reachable from all nodes.", metavar="HOST")
+    master_port: int | None = setting(
+        None, RANKS, "Port of node 0 for the rendezvous of ranks. (default: 29500)", low=1, high=65535
+    )
+    drafter_placement: str = setting(
+        "auto",
+        RANKS,
+        "Ranks that run draft models: first (all on the rank of the engine), spread (in parallel, one after the other "
+        "on each rank), or auto (spread on a single node with two CPUs per rank).",
+        choices=("auto", "first", "spread"),
+    )
+    cluster_cert: str | None = setting(
+        None,
+        RANKS,
+        "File with the private key and certificate, the same on all nodes, by which ranks accept and encrypt messages.",
+        metavar="FILE",
+    )
+    insecure_cluster: bool = setting(False, RANKS, "Allow several nodes without --cluster-cert.")
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "nnodes"):
-            check_int(name, getattr(self, name), 1, 1024)
-        check_int("node_rank", self.node_rank, 0)
+        check_settings(self)
         if self.node_rank >= self.nnodes:
             raise ValueError(f"node_rank: {self.node_rank} is none of {self.nnodes} machines; count from 0")
         if self.world_size % self.nnodes:
@@ -62,12 +65,6 @@ class ParallelConfig:
         if self.world_size > 1 and sys.platform == "win32":
             name = "tensor_parallel_size" if self.tensor_parallel_size > 1 else "pipeline_parallel_size"
             raise ValueError(f"{name}: several ranks need Linux or macOS; leave it out on Windows")
-        if self.master_port is not None:
-            check_int("master_port", self.master_port, 1, 65535)
-        if self.drafter_placement not in PLACEMENTS:
-            raise ValueError(
-                f"drafter_placement must be one of {', '.join(PLACEMENTS)}, not {self.drafter_placement!r:.60}"
-            )
         if self.drafter_placement == "spread" and self.world_size == 1:
             raise ValueError(
                 "drafter_placement: there is one process to place drafters on; set tensor_parallel_size or "

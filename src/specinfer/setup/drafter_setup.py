@@ -168,7 +168,7 @@ class Speculator:
             config.draft_sampling,
             [self._vocabularies.get(name) for name in names],
             max_asked=config.max_asked,
-            ngram_sizes=config.ngram_sizes,
+            ngram_sizes=(config.prompt_lookup_min, config.prompt_lookup_max),
             costs=[_cost_of(kind, target) if isinstance(kind, ModelRunner) else 0 for kind in kinds],
         )
         self.draft_programs = use_draft_programs(self.drafter, target.vocab_size)
