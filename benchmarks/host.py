@@ -16,8 +16,8 @@ from rich.console import Console
 from torch import Tensor
 
 from specinfer.bench.options import check_seed, check_whole
-from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.request import Request, Span
+from specinfer.core.rules import RULES
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.core.tree_shape import MAX_TREE_NODES
@@ -124,7 +124,7 @@ def run_host(config: HostConfig, console: Console | None = None) -> HostReport:
         ValueError: The file cannot be written.
     """
     check_files(config.json, None)
-    rules = (GREEDY, *DRAFT_SAMPLINGS)
+    rules = (GREEDY, *RULES)
     rows = []
     with stage_bar(console) as progress:
         progress.stage("measuring", len(rules) * (_WARMUP + config.repeats))
@@ -186,7 +186,7 @@ class _Step:
 
     def __init__(self, config: HostConfig, rule: str) -> None:
         self._rule = "coupled" if rule == GREEDY else rule
-        drawing = DRAFT_SAMPLINGS[self._rule][0]
+        drawing = RULES[self._rule].draft_samplings[0]
         chosen = drawing in CHOSEN
         source = torch.Generator().manual_seed(config.seed)
         params = SamplingParams(temperature=0.0 if rule == GREEDY else 1.0)

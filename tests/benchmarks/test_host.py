@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.host import GREEDY, STAGES, HostConfig, median, p90, print_host, run_host
-from specinfer.core.config import DRAFT_SAMPLINGS
+from specinfer.core.rules import RULES
 
 SMALL = {"num_requests": 2, "nodes": 12, "depth": 4, "prompt_tokens": 8, "vocab_size": 64, "repeats": 3}
 
@@ -17,7 +17,7 @@ SMALL = {"num_requests": 2, "nodes": 12, "depth": 4, "prompt_tokens": 8, "vocab_
 def test_every_stage_of_every_rule_is_timed_in_every_step(tmp_path: Path) -> None:
     path = tmp_path / "host.json"
     report = run_host(HostConfig(**SMALL, json=path))
-    assert [times.rule for times in report.rows] == [GREEDY, *DRAFT_SAMPLINGS]
+    assert [times.rule for times in report.rows] == [GREEDY, *RULES]
     for times in report.rows:
         assert set(times.ms) == set(STAGES)
         assert all(len(ms) == 3 and min(ms) > 0 for ms in times.ms.values())

@@ -6,28 +6,26 @@ from typing import Any
 import pytest
 
 from specinfer.core.config import (
-    DRAFT_SAMPLINGS,
     EngineConfig,
     OffloadConfig,
     SpeculativeConfig,
     parse_drafters,
     parse_select,
 )
-from specinfer.verify import RANDOM_RULES
+from specinfer.core.rules import DRAFT_SAMPLINGS, RULES
 
 # ------------------------------------------------------------------------------- rules and drawings
 
 
 def test_every_rule_there_is_can_be_asked_for() -> None:
-    assert set(DRAFT_SAMPLINGS) == {"coupled", "target-only", *RANDOM_RULES}
-    for rule, drawings in DRAFT_SAMPLINGS.items():
+    for rule, (drawings, *_) in RULES.items():
         assert SpeculativeConfig(verification=rule).draft_sampling == drawings[0], "a rule's own way of drawing"
         for drawing in drawings:
             assert SpeculativeConfig(verification=rule, draft_sampling=drawing).draft_sampling == drawing
 
 
 def test_the_rules_own_drawings() -> None:
-    assert {rule: drawings[0] for rule, drawings in DRAFT_SAMPLINGS.items()} == {
+    assert {name: rule.draft_samplings[0] for name, rule in RULES.items()} == {
         "coupled": "shared-noise",
         "multi-step": "without-replacement",
         "traversal": "without-replacement",
@@ -41,10 +39,10 @@ def test_shared_noise_is_for_coupled_verification_only(rule: str) -> None:
     with pytest.raises(ValueError, match=r"^draft_sampling: 'shared-noise'") as error:
         SpeculativeConfig(verification=rule, draft_sampling="shared-noise")
     assert repr(rule) in str(error.value)
-    assert ", ".join(DRAFT_SAMPLINGS[rule]) in str(error.value), "the message names what is allowed"
+    assert ", ".join(RULES[rule].draft_samplings) in str(error.value), "the message names what is allowed"
 
 
-@pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS["coupled"])
+@pytest.mark.parametrize("drawing", DRAFT_SAMPLINGS)
 def test_a_named_drawing_is_refused_where_the_rule_is_chosen_later(drawing: str) -> None:
     with pytest.raises(ValueError, match=rf"^draft_sampling: '{drawing}' is for one rule.*; leave draft_sampling out"):
         SpeculativeConfig(verification="auto", draft_sampling=drawing)
@@ -57,7 +55,7 @@ def test_unknown_rules(rule: Any) -> None:
 
 
 @pytest.mark.parametrize("drawing", ["", "noise", "Top-k", None, 3], ids=repr)
-@pytest.mark.parametrize("rule", DRAFT_SAMPLINGS)
+@pytest.mark.parametrize("rule", RULES)
 def test_unknown_drawings(rule: str, drawing: Any) -> None:
     with pytest.raises(
         ValueError, match=r"^draft_sampling must be one of auto, shared-noise, top-k, without-replacement, "

@@ -1,20 +1,22 @@
 """A drafter and a verification rule are added as CONTRIBUTING.md says, and then work by their names everywhere."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import pytest
 
+from on_device import add_rejecting_rule
 from specinfer import LLM, SamplingParams
 from specinfer.cli.values import parse_speculative_config
-from specinfer.core.config import DRAFT_SAMPLINGS, SpeculativeConfig
+from specinfer.core.config import SpeculativeConfig
 from specinfer.core.lookups import LOOKUPS, LookupKind
 from specinfer.core.options import settings_of
 from specinfer.core.request import Request, Span
+from specinfer.core.rules import RULES
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.engine_args import EngineArgs
-from specinfer.verify import RANDOM_RULES, Acceptance, Probs, RandomSource
+from specinfer.verify import Acceptance
 from tiny import offered
 
 pytestmark = pytest.mark.usefixtures("small_demo")
@@ -67,16 +69,7 @@ def test_an_added_drafter_is_a_speculative_method() -> None:
 
 def test_an_added_rule_verifies_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule accepts nothing, and samples each token after the root."""
-    calls = []
-
-    def reject_all(tree: TokenTree, probs_at: Callable[[int], Probs | None], source: RandomSource) -> Acceptance:
-        calls.append(tree.num_guessed)
-        probs = probs_at(0)
-        assert probs is not None
-        return Acceptance((), source.sample(probs))
-
-    monkeypatch.setitem(RANDOM_RULES, "reject-all", reject_all)
-    monkeypatch.setitem(DRAFT_SAMPLINGS, "reject-all", ("without-replacement",))
+    calls = add_rejecting_rule(monkeypatch)
     with offered("verification", "reject-all"), LLM("demo") as llm:
         llm.speculate(SpeculativeConfig(tree="2,1", verification="reject-all"))
         output = llm.generate([PROMPT], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))[0].outputs[0]
@@ -86,4 +79,4 @@ def test_an_added_rule_verifies_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_option_offers_every_rule_of_the_table() -> None:
     (choices,) = (about.choices for field, about in settings_of(EngineArgs) if field.name == "verification")
-    assert choices == (*DRAFT_SAMPLINGS, "auto")
+    assert choices == (*RULES, "auto")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from delayed import Delayed
 from specinfer import LLM, AsyncLLM, SamplingParams
-from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.errors import EngineDeadError, WeightsError
 from specinfer.core.request import FinishReason, Request
+from specinfer.core.rules import RULES
 from specinfer.drafters import make_drafter
 from specinfer.engine import timer
 from specinfer.engine.engine import Engine
@@ -49,7 +49,7 @@ def _engine(
     if not guesses:
         return make_engine(target, **limits), target
     small = resized(runners("llama", 0, 0.15), 600)
-    drafter = make_drafter([small, "ngram"], VOCAB, ["small", "ngram"], DRAFT_SAMPLINGS[rule][0])
+    drafter = make_drafter([small, "ngram"], VOCAB, ["small", "ngram"], RULES[rule].draft_samplings[0])
     return make_engine(target, drafter, (2, 1, 1), verification=rule, **limits), target
 
 
@@ -78,7 +78,7 @@ def test_the_same_tokens(max_in_flight: int, guesses: bool, runner_of: Runners, 
         assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 0
 
 
-@pytest.mark.parametrize("rule", [rule for rule in DRAFT_SAMPLINGS if rule != "coupled"])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "coupled"])
 def test_seeded_requests_under_rules_that_use_random_numbers(rule: str, runner_of: Runners) -> None:
     wanted = run(_engine(runner_of, 1, rule=rule)[0], _requests())
     assert run(_engine(runner_of, 3, rule=rule)[0], _requests()) == wanted

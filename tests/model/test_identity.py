@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.lookups import LOOKUPS
 from specinfer.core.request import Request
+from specinfer.core.rules import DRAFT_SAMPLINGS, RULES
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree_shape import parse_tree
 from specinfer.drafters import make_drafter
@@ -112,7 +112,7 @@ def _compare(engine: Engine, runners: Runners, batch: Sequence[tuple[int, int, S
     batch=jobs(parameters()),
     kinds=drafter_lists,
     tree=tree_options,
-    drawing=st.sampled_from(DRAFT_SAMPLINGS["coupled"]),
+    drawing=st.sampled_from(DRAFT_SAMPLINGS),
     max_num_seqs=st.integers(1, 5),
 )
 def test_coupled(
@@ -131,7 +131,7 @@ def test_coupled(
     batch=jobs(parameters(greedy=True)),
     kinds=drafter_lists,
     tree=tree_options,
-    pair=st.sampled_from([(rule, drawing) for rule, drawings in DRAFT_SAMPLINGS.items() for drawing in drawings]),
+    pair=st.sampled_from([(name, drawing) for name, rule in RULES.items() for drawing in rule.draft_samplings]),
 )
 def test_greedy_under_every_rule(
     runner_of: Runners,

@@ -14,6 +14,7 @@ from torch import Tensor
 from interpreter import interpreted
 from specinfer.core.noise import UniformStream
 from specinfer.core.request import Request
+from specinfer.core.rules import random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree
 from specinfer.ops import plain_multi_step, plain_traversal
@@ -24,7 +25,7 @@ from tiny import make_request
 from tree_cases import drawn_tree
 
 pytestmark = interpreted
-MULTI_STEP, TRAVERSAL = "multi-step", "traversal"
+MULTI_STEP, TRAVERSAL = random_rules()  # a rule that is added needs its walk here
 RUNS = pytest.mark.parametrize(
     ("rule", "run"),
     [

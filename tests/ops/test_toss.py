@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from native import ISAS, each_isa
+from specinfer.core import rules as core_rules
 from specinfer.core.request import Request
+from specinfer.core.rules import random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree
 from specinfer.ops.cpu.toss import sources_at
@@ -17,7 +19,7 @@ from specinfer.ops.plain_tree import NAN, NO_VALID_TOKEN
 from specinfer.verify import Acceptance, batch, verify
 from tiny import make_request
 
-RULES = ("multi-step", "traversal")
+RULES = [rule for rule in random_rules() if core_rules.RULES[rule].cpu_walk is not None]
 
 
 @pytest.fixture(params=ISAS)

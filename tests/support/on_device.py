@@ -1,19 +1,23 @@
 """Engines that take steps as on a device, on the CPU: the same programs, which run as they are written."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
+from specinfer.core import rules
+from specinfer.core.config import AUTO
 from specinfer.core.request import Request
+from specinfer.core.rules import RULES, Rule
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.tree import TreeBudget
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, SmallModelDrafter, make_drafter
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import NextTokens
@@ -31,6 +35,7 @@ from specinfer.model.heads.load import load_head, taps_of
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy
+from specinfer.verify import Acceptance, Probs, RandomSource
 from tiny import make_request, random_prompts
 
 CPU = torch.device("cpu")
@@ -128,7 +133,7 @@ def make_device_engine(
             for one in several
         ]
         names = ["small", *(f"small-{i}" for i in range(2, 1 + len(several)))]
-        draft_sampling = AUTO if verification == AUTO else DRAFT_SAMPLINGS[verification][0]
+        draft_sampling = AUTO if verification == AUTO else RULES[verification].draft_samplings[0]
         drafter = make_drafter(
             [*runners, *lookups], target.vocab_size, [*names, *lookups], draft_sampling,
             [*vocabularies, *[None for _ in lookups]],
@@ -151,6 +156,24 @@ def repeating_requests(params: Sequence[SamplingParams], lengths: Sequence[int] 
     for request in requests:
         request.prediction_ids = tuple(request.params.prediction or ())
     return requests
+
+
+def add_rejecting_rule(patch: pytest.MonkeyPatch) -> list[int]:
+    """Add the rule "reject-all", which accepts nothing and has no walk; return the sizes of the trees that it gets."""
+    calls = list[int]()
+
+    def reject_all(tree: TokenTree, probs_at: Callable[[int], Probs | None], source: RandomSource) -> Acceptance:
+        calls.append(tree.num_guessed)
+        probs = probs_at(0)
+        assert probs is not None
+        return Acceptance((), source.sample(probs))
+
+    module = ModuleType("specinfer_rejecting")
+    module.reject_all = reject_all  # type: ignore[attr-defined]
+    patch.setitem(sys.modules, module.__name__, module)
+    rules._imported.cache_clear()
+    patch.setitem(RULES, "reject-all", Rule(("without-replacement",), "specinfer_rejecting:reject_all"))
+    return calls
 
 
 def executor_of(engine: Engine) -> DeviceExecutor:

@@ -36,6 +36,7 @@ from enumeration import (
     total_variation,
 )
 from slow_growth import F32, Wish, slow_tree, tree_one_by_one
+from specinfer.core import rules
 from specinfer.core.thought import Reasoning, Thought
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
@@ -45,10 +46,10 @@ from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.drafters.vocabulary.token_map import TokenMap
-from specinfer.verify import Acceptance, verify_coupled, verify_multi_step, verify_traversal
+from specinfer.verify import Acceptance, verify_coupled
 from tiny import trees as random_trees
 
-RULES: tuple[Rule, ...] = (verify_multi_step, verify_traversal)
+RULES: tuple[Rule, ...] = tuple(rules.RULES[name].verify for name in rules.random_rules())
 DRAWN = ("iid", "without-replacement", "hybrid")
 DRAFT_SAMPLINGS = (*DRAWN, "top-k")
 SURE = (1, 2, 3, 5)  # weights of distributions without zeros

@@ -16,9 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import reference
-from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.noise import derive_seed
 from specinfer.core.request import FinishReason, Request
+from specinfer.core.rules import RULES
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.thought import Reasoning, Thought
 from specinfer.core.tree import TreeBudget
@@ -234,7 +234,7 @@ def settings_of_an_engine(draw: st.DrawFn) -> dict[str, Any]:
         "tree": draw(st.sampled_from([widths, TreeBudget(*draw(BEST_FIRST)), TreeBudget(0, 0)])),
         "drafters": draw(st.lists(st.sampled_from([*NOISES, "ngram", "suffix"]), min_size=1, max_size=3, unique=True)),
         "rule": rule,
-        "drawing": draw(st.sampled_from(DRAFT_SAMPLINGS[rule])),
+        "drawing": draw(st.sampled_from(RULES[rule].draft_samplings)),
         "jobs": draw(st.lists(st.sampled_from(JOBS), min_size=1, max_size=8, unique=True)),
         "max_num_seqs": draw(st.integers(1, 8)),
         "max_num_batched_tokens": draw(st.integers(1, 64)),
@@ -311,7 +311,7 @@ def _generates_the_same_tokens(
 
 
 TREES = {"expansion": (3, 2, 1), "best first": TreeBudget(14, 5), "with a floor": TreeBudget(14, 5, (), 1, 0.05, 0.3)}
-PAIRS = [(rule, drawing) for rule, drawings in DRAFT_SAMPLINGS.items() for drawing in drawings]
+PAIRS = [(name, drawing) for name, rule in RULES.items() for drawing in rule.draft_samplings]
 
 
 def _guessing(runner_of: Runners, rule: str, drawing: str, tree: str, noise: float = 0.15, **limits: int) -> Engine:

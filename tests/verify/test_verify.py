@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import reference
 from specinfer.core.noise import UniformStream
 from specinfer.core.request import Request
+from specinfer.core.rules import RULES, random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree
 from specinfer.ops import tree_ops
 from specinfer.ops.cpu import transfers
-from specinfer.verify import NAN, NO_VALID_TOKEN, RANDOM_RULES, Acceptance, batch, verify, verify_coupled
+from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance, batch, verify, verify_coupled
 from specinfer.verify.acceptance import SeededSource
 from tiny import make_request, paths_of, trees
 
@@ -159,7 +160,7 @@ def test_a_temperature_that_counts_as_greedy_takes_the_first_of_equal_tokens(
 
 @settings(max_examples=30)
 @given(
-    st.sampled_from([*RANDOM_RULES, "target-only"]),
+    st.sampled_from([*random_rules(), "target-only"]),
     trees(root=2, vocab=4),
     st.integers(0, 99),
     st.sampled_from(MIXED[:2]),
@@ -189,14 +190,14 @@ def test_a_sampled_token_always_has_a_probability(weights: list[float], uniform:
     assert (mass[token - 1] if token else 0) <= uniform * mass[-1] < mass[token]
 
 
-@pytest.mark.parametrize("rule", RANDOM_RULES)
+@pytest.mark.parametrize("rule", random_rules())
 def test_requests_without_drafts_get_plain_decoding_under_any_rule(rule: str) -> None:
     logits, params = torch.randn(1, 4, generator=torch.Generator().manual_seed(1)), SamplingParams(tree="off")
     wanted = verify("coupled", [logits], [_request(3, params)], [TokenTree.root(2)])
     assert verify(rule, [logits], [_request(3, params)], [TokenTree.root(2)]) == wanted
 
 
-@pytest.mark.parametrize("rule", ["coupled", "target-only", *RANDOM_RULES])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("params", [MIXED[0], MIXED[1], MIXED[2]], ids=["plain greedy", "greedy", "sampled"])
 def test_nodes_that_name_no_token(rule: str, params: SamplingParams) -> None:
     """Only where the walk comes: of a node that is not reached nobody asks."""
@@ -215,7 +216,7 @@ def test_nodes_that_name_no_token(rule: str, params: SamplingParams) -> None:
         assert kept[1] == Acceptance((1,), 1)
 
 
-@pytest.mark.parametrize("rule", ["coupled", "target-only", *RANDOM_RULES])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_token_is_valid(rule: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, allowed_token_ids=[3])

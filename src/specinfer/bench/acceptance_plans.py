@@ -5,7 +5,8 @@ from pathlib import Path
 
 from specinfer.bench.acceptance_options import AcceptanceConfig
 from specinfer.bench.acceptance_report import TOP, Setup
-from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
+from specinfer.core import rules
+from specinfer.core.config import AUTO
 from specinfer.core.tree_shape import BEST_FIRST
 
 # (rule, drawing) of each row: every rule with its default drawing, and other drawings for rules that accept at random.
@@ -57,7 +58,8 @@ def _rule_for(temperature: float, verification: str, drawing: str = "auto") -> t
     """
     if temperature == 0:
         verification, drawing = "coupled", "auto"
-    return verification, DRAFT_SAMPLINGS.get(verification, (AUTO,))[0] if drawing == AUTO else drawing
+    is_own = drawing == AUTO and verification != AUTO
+    return verification, rules.RULES[verification].draft_samplings[0] if is_own else drawing
 
 
 def _widths_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:

@@ -9,6 +9,7 @@ from pathlib import Path
 from specinfer.core.errors import check_path
 from specinfer.core.lookups import quoted_lookups, reserved_names
 from specinfer.core.options import check_settings, parse_size, setting
+from specinfer.core.rules import DRAFT_SAMPLINGS, RULES
 from specinfer.core.tree_shape import TreeShape, parse_count, parse_tree
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
@@ -127,14 +128,6 @@ class OffloadConfig:
         return None if self.memory_budget is None else parse_size("memory_budget", self.memory_budget)
 
 
-# Draft sampling methods that each verification rule supports; the first is the rule's own. multi-step and traversal
-# need the distributions that draft tokens were really drawn from, with separate noise.
-DRAFT_SAMPLINGS: dict[str, tuple[str, ...]] = {
-    "coupled": ("shared-noise", "top-k", "without-replacement", "iid", "hybrid"),
-    "multi-step": ("without-replacement", "iid", "hybrid", "top-k"),
-    "traversal": ("without-replacement", "iid", "hybrid", "top-k"),
-    "target-only": ("top-k", "without-replacement", "iid", "hybrid"),
-}
 NONE = "none"
 AUTO = "auto"  # verification: for each request the faster of two rules; draft sampling: that of the rule
 
@@ -145,8 +138,8 @@ def check_verification(rule: object) -> None:
     Raises:
         ValueError: There is no such rule; the message names those that there are.
     """
-    if rule not in (*DRAFT_SAMPLINGS, AUTO):
-        raise ValueError(f"verification must be one of {', '.join((*DRAFT_SAMPLINGS, AUTO))}, not {rule!r}")
+    if rule not in (*RULES, AUTO):
+        raise ValueError(f"verification must be one of {', '.join((*RULES, AUTO))}, not {rule!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +168,13 @@ class SpeculativeConfig:
         "Verification rule. coupled and target-only generate the tokens of plain decoding with the same seed; "
         "multi-step and traversal generate tokens of the same distribution; auto takes the faster of coupled and "
         "traversal for each sampled request.",
-        choices=(*DRAFT_SAMPLINGS, AUTO),
+        choices=(*RULES, AUTO),
     )
     draft_sampling: str = setting(
         "auto",
         SPECULATION,
         "Sampling of draft tokens: {choices}; auto is that of the verification rule.",
-        choices=("auto", *DRAFT_SAMPLINGS["coupled"]),
+        choices=("auto", *DRAFT_SAMPLINGS),
         old_name="drawing",
     )
     select: str = setting(
@@ -213,7 +206,7 @@ class SpeculativeConfig:
             )
         if self.speculation_policy is not None:
             check_path("speculation_policy", self.speculation_policy)
-        allowed = DRAFT_SAMPLINGS.get(self.verification, (AUTO,))
+        allowed = (AUTO,) if self.verification == AUTO else RULES[self.verification].draft_samplings
         if self.draft_sampling == AUTO:
             object.__setattr__(self, "draft_sampling", allowed[0])
         elif self.verification == AUTO:

@@ -24,7 +24,7 @@ class Engine:
     """A loop that serves any number of requests with one target, one drafter (or none) and one policy.
 
     Args:
-        verification: Verification rule; `config.DRAFT_SAMPLINGS` lists the draft samplings that it supports.
+        verification: Verification rule; `core.rules` lists the draft samplings that it supports.
         executor: Executor for requests whose steps need no logits on the host, or None to serve all by ordinary
             steps.
     """

@@ -3,8 +3,12 @@
 Each is documented at its plain version. On a GPU none of them waits for the device, so they can be captured.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
+from specinfer.core.rules import RULES
 from specinfer.ops import (
     plain_draft,
     plain_drawn,
@@ -20,7 +24,7 @@ from specinfer.ops.triton import by_device, runs_on
 __all__ = [
     "NAN", "NO_VALID_TOKEN", "Walk", "add_candidates", "adjust_logits", "attend", "best_tree", "choose", "commit",
     "draw_candidates", "keep_drafted", "least_kept", "mark_ancestors", "mask_logits", "merge_guesses", "next_frontier",
-    "store", "walk", "walk_multi_step", "walk_traversal",
+    "store", "walk", "walk_multi_step", "walk_of", "walk_traversal",
 ]  # fmt: skip
 
 
@@ -53,3 +57,11 @@ merge_guesses = by_device(_guesses_run_on, plain_guesses.merge_guesses, "draft")
 best_tree = by_device(_runs_on, plain_draft.best_tree, "draft")
 mark_ancestors = by_device(_runs_on, plain_draft.mark_ancestors, "draft")
 keep_drafted = by_device(_runs_on, plain_draft.keep_drafted, "draft")
+
+
+def walk_of(rule: str) -> Callable[..., None]:
+    """Return the walk of a rule with random numbers, which has one."""
+    name = RULES[rule].gpu_walk
+    assert name is not None, f"the rule {rule} has no walk on a device"
+    walk: Any = globals()[name]
+    return walk  # type: ignore[no-any-return]

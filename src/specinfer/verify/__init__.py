@@ -1,19 +1,18 @@
 """Verification: it decides which draft tokens of a tree are accepted, and the one token that follows them.
 
-`rules` lists the rules as the papers state them; `batch` applies one of them to all trees of a step.
+`core.rules` lists the rules, each in a file here as its paper states it; `batch` applies one of them to
+all trees of a step.
 """
 
 from specinfer.verify.acceptance import Acceptance, Probs, RandomSource, SeededSource
 from specinfer.verify.batch import NAN, NO_VALID_TOKEN, verify
 from specinfer.verify.coupled import verify_coupled
 from specinfer.verify.multi_step import verify_multi_step
-from specinfer.verify.rules import RANDOM_RULES
 from specinfer.verify.traversal import verify_traversal
 
 __all__ = [
     "NAN",
     "NO_VALID_TOKEN",
-    "RANDOM_RULES",
     "Acceptance",
     "Probs",
     "RandomSource",

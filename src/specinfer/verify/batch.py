@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.request import Request
+from specinfer.core.rules import RULES, is_random
 from specinfer.core.tree import TokenTree
 from specinfer.ops import computing_alone
 from specinfer.ops.cpu import transfers
@@ -22,7 +23,7 @@ from specinfer.verify.coupled import Place, verify_coupled
 from specinfer.verify.device_batch import verify_on_device
 from specinfer.verify.logits import is_adjusted, least_score, process_logits, temperature_of
 from specinfer.verify.node_scores import NodeScores, Part, parameters_of
-from specinfer.verify.rules import MULTI_STEP, RANDOM_RULES, TRAVERSAL, verify_seeded
+from specinfer.verify.rules import verify_seeded
 
 __all__ = ["NAN", "NO_VALID_TOKEN", "verify"]
 
@@ -42,19 +43,19 @@ def verify(
         trees: The trees.
     """
     rules = [request.verification or rule for request in requests]
-    is_random = [
-        each in RANDOM_RULES and not request.params.is_greedy and request.params.tree != "off"
+    draws = [
+        is_random(each) and not request.params.is_greedy and request.params.tree != "off"
         for each, request in zip(rules, requests, strict=True)
     ]
     if transfers.is_apart(logits[0]):
-        random_rules = [each if tossing else None for each, tossing in zip(rules, is_random, strict=True)]
+        random_rules = [each if is_drawn else None for each, is_drawn in zip(rules, draws, strict=True)]
         return verify_on_device(random_rules, logits, requests, trees)
-    walked = [i for i, tossing in enumerate(is_random) if not tossing]
+    walked = [i for i, is_drawn in enumerate(draws) if not is_drawn]
     is_native = [_is_plain(requests[i], trees[i]) and chooses(logits[i]) for i in walked]
     tossed = [
         i
-        for i, tossing in enumerate(is_random)
-        if tossing and _tosses_natively(rules[i], requests[i], trees[i], logits[i])
+        for i, is_drawn in enumerate(draws)
+        if is_drawn and _tosses_natively(rules[i], requests[i], trees[i], logits[i])
     ]
     kept: dict[int, Acceptance] = {}
     for verify_group, group in (
@@ -82,7 +83,7 @@ def _walk_natively(
 
 
 def _tosses_natively(rule: str, request: Request, tree: TokenTree, logits: Tensor) -> bool:
-    return rule in (MULTI_STEP, TRAVERSAL) and _is_plain(request, tree) and chooses(logits)
+    return RULES[rule].cpu_walk is not None and _is_plain(request, tree) and chooses(logits)
 
 
 def _toss_natively(
@@ -90,7 +91,7 @@ def _toss_natively(
 ) -> list[Acceptance]:
     temperatures = [request.params.temperature for request in requests]
     states = [request.uniforms.state for request in requests]
-    found = toss_trees(logits, trees, temperatures, [rule == TRAVERSAL for rule in rules], states)
+    found = toss_trees(logits, trees, temperatures, [RULES[rule].cpu_walk or 0 for rule in rules], states)
     for request, (_, _, state) in zip(requests, found, strict=True):
         request.uniforms.state = state
     return [Acceptance(() if token < 0 else path, token) for path, token, _ in found]

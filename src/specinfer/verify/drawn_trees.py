@@ -15,7 +15,6 @@ from specinfer.ops import tree_ops
 from specinfer.ops.plain_multi_step import MOST_TOKENS, WalkInputs
 from specinfer.verify.acceptance import Acceptance
 from specinfer.verify.node_scores import NodeScores, Part
-from specinfer.verify.rules import MULTI_STEP, TRAVERSAL
 
 _CERTAIN = np.ones(1)
 _MULTIPLE = 16
@@ -75,7 +74,7 @@ class DrawnTrees:
 
     def __init__(self, parts: Sequence[Part], rules: Sequence[str], draws: Sequence[TreeDraws], first: int) -> None:
         self._requests, trees, count = [part.request for part in parts], [part.tree for part in parts], len(parts)
-        self._rules = [rule for rule in (MULTI_STEP, TRAVERSAL) if rule in rules]
+        self._rules = sorted(set(rules))
         self._depth = _padded(tree.max_depth for tree in trees)
         num_nodes, num_draws = _padded(map(len, trees)), _padded(len(one.supports) for one in draws)
         support = _padded(len(ids) for one in draws for ids in one.supports)
@@ -110,7 +109,7 @@ class DrawnTrees:
         path = torch.empty((len(starts), self._depth), dtype=torch.int32, device=starts.device)
         lengths, following = torch.empty_like(starts), torch.empty_like(states)
         for rule, sizes in zip(self._rules, there[8:], strict=True):
-            walk = tree_ops.walk_traversal if rule == TRAVERSAL else tree_ops.walk_multi_step
+            walk = tree_ops.walk_of(rule)
             inputs = WalkInputs(
                 scores.rows, starts, temperatures, tokens, parents, sizes, nodes, ids, probs, states, scores.least
             )

@@ -10,7 +10,7 @@ There are four rules, each with the condition under which the output's distribut
 - traversal: from leaf to root, under the same condition; on a chain it is block verification.
 - target-only: the paper's naive sampling: the coupled walk over a tree that is independent of the noise.
 
-Each has a file of its own with its sources; target-only is the coupled walk.
+Each has a file of its own with its sources; target-only is the coupled walk. `core.rules` lists them.
 """
 
 import time
@@ -23,17 +23,12 @@ import numpy.typing as npt
 import torch
 
 from specinfer.core.noise import UniformStream
+from specinfer.core.rules import RULES
 from specinfer.core.tree import TokenTree
 from specinfer.ops.tree_ops import NAN, NO_VALID_TOKEN
-from specinfer.verify.acceptance import Acceptance, Probs, RandomSource, SeededSource
-from specinfer.verify.multi_step import verify_multi_step
-from specinfer.verify.traversal import verify_traversal
+from specinfer.verify.acceptance import Acceptance, Probs, SeededSource
 
 MULTI_STEP, TRAVERSAL = "multi-step", "traversal"
-RANDOM_RULES: dict[str, Callable[[TokenTree, Callable[[int], Probs | None], RandomSource], Acceptance]] = {
-    MULTI_STEP: verify_multi_step,
-    TRAVERSAL: verify_traversal,
-}
 
 
 class _NoValidTokenError(Exception):
@@ -69,7 +64,7 @@ def verify_seeded(
 
     start = time.perf_counter()
     try:
-        found = RANDOM_RULES[rule](tree, probs_at, SeededSource(uniforms))
+        found: Acceptance = RULES[rule].verify(tree, probs_at, SeededSource(uniforms))
         return replace(found, seconds=time.perf_counter() - start)
     except _NoValidTokenError as error:
         return Acceptance((), error.reason)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import reference
-from specinfer.core.config import DRAFT_SAMPLINGS
 from specinfer.core.request import Request
+from specinfer.core.rules import DRAFT_SAMPLINGS
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution
 from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, draw
@@ -22,7 +22,7 @@ from specinfer.ops.cpu.choice import SUPPORT
 from tiny import make_request
 
 VOCAB = 30
-WAYS = DRAFT_SAMPLINGS["coupled"]
+WAYS = DRAFT_SAMPLINGS
 DRAWN = [way for way in WAYS if way not in CHOSEN]
 PARAMS = {
     "sampled": SamplingParams(temperature=1.0),

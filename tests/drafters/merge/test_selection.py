@@ -17,6 +17,7 @@ from specinfer.bench.options import LatencyConfig, ThroughputConfig
 from specinfer.bench.throughput import run_throughput
 from specinfer.cli.app import app
 from specinfer.core.request import Request, Span
+from specinfer.core.rules import DRAFT_SAMPLINGS
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter, make_drafter
@@ -35,7 +36,6 @@ PARAMS = {
     ),
 }
 BUDGET = TreeBudget(8, 8)
-DRAFT_SAMPLINGS = ("shared-noise", "top-k", "without-replacement", "iid", "hybrid")
 
 
 def _span(request: Request) -> Span:

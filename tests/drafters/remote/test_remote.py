@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specinfer.core.config import DRAFT_SAMPLINGS, SpeculativeConfig
+from specinfer.core.config import SpeculativeConfig
 from specinfer.core.errors import RanksError
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.request import Request, Span
+from specinfer.core.rules import RULES
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.thought import Reasoning, Thought
 from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
@@ -144,8 +145,8 @@ def requests() -> list[Request]:
 
 _BEST_FIRST, _EXPANSION = TreeBudget(12, 4), (2, 1, 2)
 _CASES = [
-    *(("coupled", drawing, _BEST_FIRST) for drawing in DRAFT_SAMPLINGS["coupled"]),
-    *(("multi-step", drawing, _EXPANSION) for drawing in DRAFT_SAMPLINGS["multi-step"]),
+    *(("coupled", drawing, _BEST_FIRST) for drawing in RULES["coupled"].draft_samplings),
+    *(("multi-step", drawing, _EXPANSION) for drawing in RULES["multi-step"].draft_samplings),
     ("traversal", "without-replacement", _BEST_FIRST),
     ("target-only", "top-k", _EXPANSION),
 ]

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from on_device import check_left, executor_of, load_plain, make_device_engine, run_on_device
+from on_device import add_rejecting_rule, check_left, executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams
 from specinfer.core.request import DRAWS_EACH, Request, Span
+from specinfer.core.rules import random_rules
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters.growth.calibration import Calibration, source_of
 from specinfer.engine.device.budgets import DeviceBudgets
@@ -19,8 +20,10 @@ from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.engine import Engine
 from specinfer.model.load import LoadedModel
 from specinfer.ops.chance_table import DRAWN, GREEDY, SAMPLED
+from specinfer.ops.cpu import transfers
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.request_policy import RequestPolicy
+from specinfer.verify import device_batch
 from tiny import make_request, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]
@@ -34,7 +37,7 @@ PARAMS = [
     SamplingParams(max_tokens=18, presence_penalty=0.8, logit_bias={3: 1.0}, top_k=9),
 ]
 WIDTHS = [(1, 1, 1), (2, 2, 1), (3, 1, 2)]
-RULES = pytest.mark.parametrize("rule", ["multi-step", "traversal"])
+RULES = pytest.mark.parametrize("rule", random_rules())
 
 
 def _requests(seed: int = 0) -> list[Request]:
@@ -240,3 +243,23 @@ def test_the_reason_of_ordinary_steps_is_that_of_the_drafters(rule: str | None) 
     request, drawn = make_request("a", PROMPTS[0], PARAMS[0]), DrawnRequests(rule, "traversal")
     assert (drawn.why_ordinary(request, 0) is None) == (rule is not None)
     assert drawn.why_ordinary(make_request("b", PROMPTS[0], PARAMS[1]), 0) is None, "greedy"
+
+
+def test_a_rule_without_a_walk_on_a_device_is_walked_by_its_algorithm(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its sampled requests take ordinary steps, also where logits are on a device; greedy ones take steps there."""
+    caplog.set_level("INFO")
+    calls = add_rejecting_rule(monkeypatch)
+    expected = _ordinary(pair, "reject-all", (2, 1))
+    assert len(calls) > 20
+    calls.clear()
+    engine, requests = _engine(pair, "reject-all", TreeBudget.expansion((2, 1))), _requests()
+    assert run_on_device(engine, requests) == {requests[1]}
+    assert list(map(_outcome, requests)) == expected
+    assert "have this verification rule" in caplog.text
+    calls.clear()
+    monkeypatch.setattr(transfers, "is_apart", lambda _: True)
+    monkeypatch.setattr(device_batch, "runs_on", lambda _: True)
+    assert _ordinary(pair, "reject-all", (2, 1)) == expected
+    assert len(calls) > 20

@@ -9,13 +9,13 @@ import pytest
 
 from on_device import executor_of, load_plain, make_device_engine, repeating_requests, run_on_device
 from specinfer.core.request import Request, Span
+from specinfer.core.rules import random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters import MergedDrafter
 from specinfer.engine.device.launch import Launch, Marks
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
-from specinfer.verify import RANDOM_RULES
 from tiny import make_request, run
 
 Pair = tuple[LoadedModel, LoadedModel]
@@ -124,7 +124,7 @@ def test_two_steps_are_in_flight_while_lookups_are_not_asked(pair: Pair, monkeyp
     assert max(counts) == 2
 
 
-@pytest.mark.parametrize("rule", RANDOM_RULES)
+@pytest.mark.parametrize("rule", random_rules())
 def test_lookups_guess_for_greedy_requests_under_every_rule(rule: str, pair: Pair) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40)
     wanted = run(make_device_engine(pair[0], has_device_executor=False), [make_request("0", [5, 6, 7] * 4, params)])

@@ -19,9 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.core.config import AUTO, DRAFT_SAMPLINGS
+from specinfer.core.config import AUTO
 from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import Request
+from specinfer.core.rules import RULES
 from specinfer.core.tree import Distribution
 from specinfer.drafters.growth.wanted_nodes import Node, WantedNodes
 from specinfer.drafters.vocabulary.token_map import TokenMap
@@ -36,7 +37,7 @@ CHOSEN = ("shared-noise", "top-k")  # with these, tokens are chosen, not drawn: 
 
 def sampling_of(draft_sampling: str, request: Request) -> str:
     """Return the kind of draft sampling for a request; "auto" is that of its verification rule."""
-    return DRAFT_SAMPLINGS[request.verification or "coupled"][0] if draft_sampling == AUTO else draft_sampling
+    return RULES[request.verification or "coupled"].draft_samplings[0] if draft_sampling == AUTO else draft_sampling
 
 
 def chooses_for(draft_sampling: str, request: Request) -> bool:

@@ -10,6 +10,7 @@ parallelism); what they draft does not depend on where they run.
 from collections.abc import Iterator, Sequence
 
 from specinfer.core.request import Request, Span
+from specinfer.core.rules import is_random
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.growth.calibration import Calibration
@@ -17,7 +18,7 @@ from specinfer.drafters.merge.budget_split import BudgetSplit
 from specinfer.drafters.merge.guarded import MAX_FAILURES, GuardedDrafter
 from specinfer.drafters.merge.pruning import Pruning
 from specinfer.drafters.merge.selection import Selection
-from specinfer.verify import RANDOM_RULES, Acceptance
+from specinfer.verify import Acceptance
 
 
 def parts_of(drafter: Drafter) -> Sequence[Drafter]:
@@ -141,7 +142,7 @@ class MergedDrafter:
         return {i: shares[i] for i in sorted(asked, key=lambda i: self._guarded[i].is_remote)}
 
     def _may_choose_for(self, request: Request) -> bool:
-        return self._may_choose and request.verification not in RANDOM_RULES
+        return self._may_choose and not is_random(request.verification)
 
     def _share_of(self, i: int, rest: Sequence[int], request: Request, budget: TreeBudget, num_left: int) -> TreeBudget:
         """Return a drafter's budget for one request; `num_left` nodes are left to it and the rest of the drafters."""

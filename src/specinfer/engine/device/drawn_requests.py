@@ -7,12 +7,12 @@ or not at all. Best-first trees are cut to what a step holds, before anything is
 from collections.abc import Iterable, Sequence
 
 from specinfer.core.request import Request
+from specinfer.core.rules import is_random
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.launch import Answer, DeviceRequest
 from specinfer.engine.device.sizes import LEVELS, holds_expansion
 from specinfer.model.graphs.sizes import REQUESTS
-from specinfer.verify.rules import RANDOM_RULES
 
 
 class DrawnRequests:
@@ -30,7 +30,7 @@ class DrawnRequests:
     def has(self, request: Request) -> bool:
         """Return whether a request is under the rule, where that differs from plain decoding."""
         rule = request.verification or self._usual
-        return rule in RANDOM_RULES and not (request.params.is_greedy or request.params.tree == "off")
+        return is_random(rule) and not (request.params.is_greedy or request.params.tree == "off")
 
     def why_ordinary(self, request: Request, num_served: int) -> str | None:
         """Return why the tree of a request is not drawn on the device next to others, or None, as far as is known."""

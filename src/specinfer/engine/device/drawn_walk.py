@@ -8,7 +8,6 @@ from specinfer.ops import tree_ops
 from specinfer.ops.plain_draft import Grown
 from specinfer.ops.plain_drawn import Draws
 from specinfer.ops.plain_multi_step import WalkInputs
-from specinfer.verify.rules import TRAVERSAL
 
 
 def walk_drawn(
@@ -30,10 +29,9 @@ def walk_drawn(
         walked: The walks of plain decoding, which these replace.
     """
     rows = len(trees.tokens)
-    walk = tree_ops.walk_traversal if rule == TRAVERSAL else tree_ops.walk_multi_step
     inputs = WalkInputs(
         logits, starts, state.temperatures[:rows], trees.tokens, trees.parents,
         torch.where(state.is_drawn[:rows], trees.sizes, 0), draws.nodes, draws.tokens, draws.probs,
         state.uniforms[:rows], least,
     )  # fmt: skip
-    walk(inputs, out=walked)
+    tree_ops.walk_of(rule)(inputs, out=walked)

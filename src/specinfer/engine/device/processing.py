@@ -13,6 +13,7 @@ from torch import Tensor
 from specinfer.core.config import AUTO
 from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request
+from specinfer.core.rules import RULES, is_random
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import (
     Drafter,
@@ -23,7 +24,6 @@ from specinfer.drafters import (
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.ops.plain_logits import MAX_ENDS, Adjustments, Truncation
-from specinfer.verify import RANDOM_RULES
 from specinfer.verify.logits import log_min_p, temperature_of, top_k_of
 from specinfer.verify.rules import TRAVERSAL
 
@@ -84,14 +84,15 @@ def why_not_sampled(drafter: Drafter | None, verification: str) -> str | None:
     """
     if drafter is None:  # every rule is plain decoding
         return None
-    if verification not in ("coupled", *RANDOM_RULES, AUTO):
-        return f"verification is {verification}"
+    draws = is_random(verification)
+    if verification not in ("coupled", AUTO) and not (draws and RULES[verification].gpu_walk):
+        return f"verification is {verification}, which has no walk on a device"
     kinds = drafter.drafters if isinstance(drafter, MergedDrafter) else ()
-    if verification in RANDOM_RULES and sum(one.name != PREDICTION for one in kinds) > 1:
+    if draws and sum(one.name != PREDICTION for one in kinds) > 1:
         return f"verification is {verification}, with several drafters"
-    if verification in RANDOM_RULES and not any(isinstance(one, SmallModelDrafter) for one in kinds):
+    if draws and not any(isinstance(one, SmallModelDrafter) for one in kinds):
         return f"verification is {verification}, and no drafter is a model"
-    wanted = "without-replacement" if verification in RANDOM_RULES else "shared-noise"
+    wanted = "without-replacement" if draws else "shared-noise"
     others = {one.draft_sampling for one in kinds if isinstance(one, SmallModelDrafter)} - {wanted, AUTO}
     return f"draft_sampling is {others.pop()}" if others else None
 
@@ -104,7 +105,7 @@ def drawn_rule(drafter: Drafter | None, verification: str) -> str | None:
         verification: Verification rule; "auto" has requests under traversal, too.
     """
     rule = TRAVERSAL if verification == AUTO else verification
-    return rule if drafter is not None and rule in RANDOM_RULES and why_not_sampled(drafter, rule) is None else None
+    return rule if drafter is not None and is_random(rule) and why_not_sampled(drafter, rule) is None else None
 
 
 def why_ordinary(request: Request, *, may_follow: bool, may_sample: bool) -> str | None:

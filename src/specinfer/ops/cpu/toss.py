@@ -40,7 +40,7 @@ def toss_trees(
     logits: Sequence[Tensor],
     trees: Sequence[TokenTree],
     temperatures: Sequence[float],
-    traverses: Sequence[bool],
+    walks: Sequence[int],
     states: Sequence[int],
 ) -> list[tuple[tuple[int, ...], int, int]]:
     """Return the accepted path of each tree, the token after it, or `NAN` or `NO_VALID_TOKEN`, and the new state.
@@ -49,7 +49,7 @@ def toss_trees(
         logits: For each tree, [nodes, vocab] float32 on the CPU.
         trees: The trees.
         temperatures: For each tree, above 0.
-        traverses: For each tree, whether it is verified by traversal and not by the multi-step rule.
+        walks: For each tree, the number of its rule's walk, as `core.rules` has it.
         states: For each tree, the state of its random numbers.
     """
     count, rows, arrays = len(trees), [one.contiguous() for one in logits], [tree.arrays for tree in trees]
@@ -65,7 +65,7 @@ def toss_trees(
         np.array([one.data_ptr() for one in rows], dtype=np.uint64), first,
         *(np.concatenate([one[i] for one in arrays]) for i in range(2)),
         first_draw, np.concatenate([one.nodes for one in draws]), sources,
-        np.array(temperatures, dtype=np.float32), np.array(traverses, dtype=np.uint8), uniforms,
+        np.array(temperatures, dtype=np.float32), np.array(walks, dtype=np.uint8), uniforms,
         path, lengths, following,
     ]  # fmt: skip
     tosses = _Tosses(count, rows[0].shape[1], *(array.ctypes.data for array in inputs))

@@ -1,0 +1,57 @@
+"""The verification rules, by the names that users give them: one table for options, dispatch and tests."""
+
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+
+class Rule(NamedTuple):
+    """A verification rule, and its implementations.
+
+    A rule with random numbers runs everywhere by its algorithm, on the host. A walk makes it faster: without one for
+    CPUs the algorithm runs instead, and without one for GPUs its requests take no steps on a device.
+
+    Attributes:
+        draft_samplings: Kinds of draft sampling that it supports, its own first.
+        algorithm: The paper's algorithm as "module:function", imported when it is used, for a rule with random numbers.
+            None if trees are walked along the tokens of plain decoding.
+        cpu_walk: Number of its walk in the native code (`toss.h`), or None.
+        gpu_walk: Name of its walk among the operations of a device, or None.
+    """
+
+    draft_samplings: tuple[str, ...]
+    algorithm: str | None = None
+    cpu_walk: int | None = None
+    gpu_walk: str | None = None
+
+    def verify(self, *args: Any) -> Any:
+        """Run the algorithm; arguments and result are those of `verify.verify_multi_step`."""
+        assert self.algorithm is not None
+        return _imported(self.algorithm)(*args)
+
+
+@cache
+def _imported(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(import_module(module), name)
+
+
+# Rules with random numbers need the distributions that draft tokens were really drawn from, with separate noise.
+_DRAWN = ("without-replacement", "iid", "hybrid", "top-k")
+RULES: dict[str, Rule] = {
+    "coupled": Rule(("shared-noise", "top-k", "without-replacement", "iid", "hybrid")),
+    "multi-step": Rule(_DRAWN, "specinfer.verify.multi_step:verify_multi_step", 0, "walk_multi_step"),
+    "traversal": Rule(_DRAWN, "specinfer.verify.traversal:verify_traversal", 1, "walk_traversal"),
+    "target-only": Rule(("top-k", "without-replacement", "iid", "hybrid")),
+}
+DRAFT_SAMPLINGS = RULES["coupled"].draft_samplings
+
+
+def is_random(rule: str | None) -> bool:
+    """Return whether a rule uses random numbers; None is no rule."""
+    return rule is not None and rule in RULES and RULES[rule].algorithm is not None
+
+
+def random_rules() -> tuple[str, ...]:
+    """Return the names of the rules that use random numbers."""
+    return tuple(name for name in RULES if is_random(name))
