@@ -10,7 +10,7 @@ from specinfer.cli.bench_options import (
     GrowableOptions,
     ReportOptions,
 )
-from specinfer.cli.commands import checking
+from specinfer.cli.errors import checking
 from specinfer.cli.options import flag
 
 

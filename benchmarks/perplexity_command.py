@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from specinfer.cli.commands import checking
+from specinfer.cli.errors import checking
 from specinfer.cli.options import DEBUG, DEVICE, DTYPE, JSON, PLOT, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries

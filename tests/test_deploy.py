@@ -15,10 +15,10 @@ from typer.main import get_command
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.cli.app import app
-from specinfer.cli.commands import flags_of
+from specinfer.cli.flags import flags_of
 from specinfer.cli.options import ServedOptions
-from specinfer.cli.replica_options import ReplicaOptions
-from specinfer.cli.serve_options import ServerOptions
+from specinfer.cli.replicas import ReplicaOptions
+from specinfer.core.limits import QueueLimits
 from specinfer.engine.tally import Tally
 from specinfer.llm import LLM
 from specinfer.server import metrics
@@ -39,7 +39,11 @@ SECRET = re.compile(r"(KEY|TOKEN|PASSWORD|SECRET)=(?!/)", re.IGNORECASE)  # a pa
 
 def settings() -> set[str]:
     """The names of all settings of serve."""
-    return {flag.name for kind in (ServedOptions, ServerOptions, ReplicaOptions) for flag in flags_of(kind) or ()}
+    return {
+        flag.name
+        for kind in (ServedOptions, ServerConfig, QueueLimits, ReplicaOptions)
+        for flag in flags_of(kind) or ()
+    }
 
 
 def variables() -> set[str]:

@@ -21,13 +21,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from specinfer.cli.app import app
-from specinfer.cli.commands import flags_of
+from specinfer.cli.flags import flags_of
 from specinfer.cli.options import ServedOptions
-from specinfer.cli.replica_options import ReplicaOptions
-from specinfer.cli.serve_options import ServerOptions
+from specinfer.cli.replicas import ReplicaOptions
+from specinfer.core.limits import QueueLimits
 from specinfer.core.options import settings_of
 from specinfer.core.vllm_tables import CALLS, ENGINE, SAMPLING, SPECULATIVE, VllmName
 from specinfer.engine_args import EngineArgs
+from specinfer.server.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -99,7 +100,7 @@ def engine_arguments() -> Iterator[str]:
 def server_settings() -> Iterator[str]:
     """Yield the lines of a table of settings for each section."""
     sections: dict[str, list[str]] = {}
-    for kind in (ServedOptions, ServerOptions, ReplicaOptions):
+    for kind in (ServedOptions, ServerConfig, QueueLimits, ReplicaOptions):
         for parameter in flags_of(kind) or ():
             option = get_args(parameter.annotation)[1]
             sections.setdefault(option.rich_help_panel, []).append(_setting(parameter, option.help))

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from specinfer.cli.commands import checking
+from specinfer.cli.errors import checking
 from specinfer.cli.options import DEBUG, JSON, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries

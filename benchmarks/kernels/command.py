@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.bench_options import drafter_names
-from specinfer.cli.commands import checking
+from specinfer.cli.errors import checking
 from specinfer.cli.options import DEBUG, DEVICE, DRAFTERS, GROW, JSON, PLOT, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.bench_options import KIND, MEASURED, GrowableOptions, ReportOptions, measured
-from specinfer.cli.commands import checking
+from specinfer.cli.errors import checking
 from specinfer.cli.options import (
     DEVICE,
     MODEL,

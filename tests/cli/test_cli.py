@@ -24,7 +24,7 @@ from specinfer.bench.models import find_models, plan_growth
 from specinfer.bench.options import KINDS
 from specinfer.cli.app import app
 from specinfer.cli.chat import Chat, LocalPartner
-from specinfer.cli.commands import UsageError
+from specinfer.cli.errors import UsageError
 from specinfer.cli.screen import Screen, stats_line
 from specinfer.cli.stretches import Painter, WordWrap
 from specinfer.cli.terminal import read_input

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from specinfer.cli.app import app
 from specinfer.cli.serve import _keep_files
-from specinfer.cli.serve_options import ServerOptions
 from specinfer.cli.values import join_dotted
-from specinfer.core.limits import QueueLimits, TenantLimits
+from specinfer.core.limits import TenantLimits
 from specinfer.server import process
 from specinfer.server.config import ServerConfig
 from specinfer.server.keys import ROLES, KeySettings
@@ -197,7 +196,8 @@ uds:
     for service in served:
         assert service.model == "demo"
         assert service.names == ("one", "two")
-        assert service.config == ServerConfig(page=False, allowed_hosts=("llm.example",))
+        names = ("one", "two")
+        assert service.config == ServerConfig(page=False, allowed_hosts=("llm.example",), served_model_name=names)
         assert (service.limits.queue_timeout, service.limits.max_num_queued_tokens) == (1.5, 1000)
     assert len(served) == 4
 
@@ -435,8 +435,3 @@ def test_what_loading_refuses_is_one_line(tmp_path: Path) -> None:
         shown = start(*words, "--port", "0", code=2).stderr
         (line,) = [line for line in shown.splitlines() if line.startswith("specinfer: error:")]
         assert part in line
-
-
-def test_options_have_the_defaults_of_the_settings() -> None:
-    assert ServerOptions().config() == ServerConfig()
-    assert ServerOptions().limits() == QueueLimits()

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specinfer.cli.commands import UsageError, checking
+from specinfer.cli.errors import UsageError, checking
 from specinfer.cli.options import ARGUMENT, DEBUG, EngineOptions, flag, load
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries

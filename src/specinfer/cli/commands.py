@@ -4,44 +4,24 @@ Options that commands share are fields of a dataclass; `add_command` gives a com
 turns every error of a command into one line and an exit code.
 """
 
-import contextlib
-import copy
-import dataclasses
 import errno
 import inspect
 import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import typer
 
-from specinfer.cli.as_typed import as_typed, name_of
+from specinfer.cli.errors import UsageError, as_typed, checking, name_of
+from specinfer.cli.flags import Given, flags_of, old_flags, with_variable
 from specinfer.cli.help_text import Command, Group
-from specinfer.cli.values import join_dotted, warn_renamed
+from specinfer.cli.values import join_dotted
 from specinfer.core.errors import ModelError, RequestError, file_error
-from specinfer.core.options import settings_of
 from specinfer.core.vllm_names import without_vllm_flags
 from specinfer.core.vllm_tables import ENGINE
-from specinfer.engine_args import EngineArgs
-
-# Flags by their names, with the names that they had.
-_OLD_NAMES = {about.name or each.name: about.old_name for each, about in settings_of(EngineArgs) if about.old_name}
-
-
-class UsageError(Exception):
-    """The command cannot be run as given; the message names the option and the remedy."""
-
-
-@contextlib.contextmanager
-def checking() -> Iterator[None]:
-    """Turn a ValueError into a UsageError, while options are read and models loaded; later it would be a bug."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 class Program(Group):
@@ -147,20 +127,18 @@ def add_command(
     """
     parameters: list[inspect.Parameter] = []
     options: dict[str, Any] = {}  # annotations by parameter name
+    wanted: list[str] = []  # parameters that get the context
     for parameter in inspect.signature(function).parameters.values():
         flags = flags_of(parameter.annotation)
-        if flags is None:
+        if flags is not None:
+            options[parameter.name] = parameter.annotation
+            parameters += [with_variable(each) if environment else each for each in flags]
+        elif parameter.annotation is typer.Context:
+            wanted.append(parameter.name)
+        else:
             parameters.append(parameter)
-            continue
-        options[parameter.name] = parameter.annotation
-        parameters += [_with_variable(one) if environment else one for one in flags]
-    names = {parameter.name for parameter in parameters}
-    for name in _OLD_NAMES.keys() & names:
-        old = inspect.Parameter(_OLD_NAMES[name], inspect.Parameter.KEYWORD_ONLY, default=None)
-        old = old.replace(annotation=Annotated[str | None, typer.Option(hidden=True)])
-        parameters.append(_with_variable(old) if environment else old)
-    wanted = [parameter.name for parameter in parameters if parameter.annotation is typer.Context]
-    parameters = [parameter for parameter in parameters if parameter.name not in wanted]
+    old = old_flags({parameter.name for parameter in parameters})
+    parameters += [with_variable(each) if environment else each for each in old]
     parameters.append(
         inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     )  # a flag may be named context
@@ -169,74 +147,12 @@ def add_command(
         try:
             with checking():
                 flags = Given(typer_context, values)
-            more = dict.fromkeys(wanted, typer_context)
-            function(**flags.others(options), **{name: flags.read(kind) for name, kind in options.items()}, **more)
+                made = {name: flags.read(kind) for name, kind in options.items()}
+            others = flags.others(list(options.values()))
+            function(**others, **made, **dict.fromkeys(wanted, typer_context))
         except (UsageError, ModelError, RequestError) as error:
             raise UsageError(as_typed(str(error), typer_context)) from error
 
     run.__doc__ = function.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     group.command(called or function.__name__.replace("_", "-"), cls=Command)(run)
-
-
-def flags_of(annotation: Any) -> list[inspect.Parameter] | None:
-    """Return a parameter for each flag of an annotation, or None if it has no options."""
-    kind, *more = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
-    if hasattr(kind, "flags"):  # made from another class
-        flags: list[inspect.Parameter] = kind.flags(*more)
-        return flags
-    if not dataclasses.is_dataclass(kind):
-        return None
-    hints = get_type_hints(kind, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in dataclasses.fields(kind)
-    ]
-
-
-class Given:
-    """The values of all flags of a call, under the names of today; a former name is reported.
-
-    Raises:
-        ValueError: A flag is given by both names.
-    """
-
-    def __init__(self, context: typer.Context, values: Mapping[str, Any]) -> None:
-        self._values = dict(values)
-        self._given = {name for name in values if source_of(context, name) != "DEFAULT"}
-        for new, old in _OLD_NAMES.items():
-            value = self._values.pop(old, None)
-            if value is not None:
-                if context.get_parameter_source(new).name != "DEFAULT":  # type: ignore[union-attr]
-                    raise ValueError(f"{old}: it is now {new}; give only that")
-                warn_renamed(f"--{old.replace('_', '-')}", f"--{new.replace('_', '-')}")
-                self._values[new] = value
-
-    def read(self, annotation: Any) -> Any:
-        """Return the options of an annotation."""
-        kind = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-        names = [flag.name for flag in flags_of(annotation) or ()]
-        if hasattr(kind, "flags"):
-            return kind({name: self._values[name] for name in names if name in self._given})
-        return kind(**{name: self._values[name] for name in names})
-
-    def others(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of flags that are in none of the options."""
-        taken = {flag.name for annotation in options.values() for flag in flags_of(annotation) or ()}
-        return {name: value for name, value in self._values.items() if name not in taken}
-
-
-def source_of(context: typer.Context, name: str) -> str:
-    """Return where a flag was given: COMMANDLINE, ENVIRONMENT, DEFAULT_MAP (a file) or DEFAULT."""
-    sources = (context.get_parameter_source(each) for each in (name, _OLD_NAMES.get(name, name)))
-    return next((source.name for source in sources if source is not None and source.name != "DEFAULT"), "DEFAULT")
-
-
-def _with_variable(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return the flag with an environment variable that also sets it."""
-    kind, option = get_args(parameter.annotation)
-    option = copy.copy(option)
-    option.envvar = f"SPECINFER_{parameter.name.upper()}"
-    return parameter.replace(annotation=Annotated[kind, option])

@@ -7,8 +7,7 @@ from typing import Any
 
 import typer
 
-from specinfer.cli.as_typed import KEYS
-from specinfer.cli.commands import UsageError
+from specinfer.cli.errors import KEYS, UsageError
 
 _OWN = frozenset({"config", "help", "debug"})  # not settings: a file cannot name another file or ask for help
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from specinfer.cli.commands import checking
+from specinfer.cli.errors import checking
 from specinfer.cli.options import DEBUG, load
 from specinfer.cli.recording import Step
 from specinfer.cli.screen import Screen

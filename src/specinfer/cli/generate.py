@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specinfer.cli.commands import checking
+from specinfer.cli.errors import checking
 from specinfer.cli.options import EngineOptions, OutputOptions, flag, load
 from specinfer.cli.prompts import PromptLine, read_prompts
 from specinfer.cli.sampling_options import SamplingOptions

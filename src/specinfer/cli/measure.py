@@ -18,7 +18,7 @@ from specinfer.cli.bench_options import (
     check_inputs,
     measured,
 )
-from specinfer.cli.commands import UsageError, checking
+from specinfer.cli.errors import UsageError, checking
 from specinfer.cli.options import DEVICE, MODEL, flag
 from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE
 from specinfer.reporting.files import show

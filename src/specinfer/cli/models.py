@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from specinfer.cli.commands import checking
+from specinfer.cli.errors import checking
 from specinfer.cli.loading import loading_bar
 from specinfer.cli.options import flag
 from specinfer.cli.screen import Screen

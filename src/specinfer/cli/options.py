@@ -1,23 +1,23 @@
 """Options that several commands share, and the objects made from them."""
 
-import dataclasses
 import inspect
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from specinfer.cli.flags import flag_name, setting_flag
 from specinfer.cli.loading import loading_bar
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_drafters, parse_speculative_config
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import quoted_lookups, reserved_names
-from specinfer.core.options import Flag, settings_of
+from specinfer.core.options import setting, settings_of
 from specinfer.core.parallel_config import find_place
 from specinfer.core.progress import ProgressCallback
 from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED, MISSING, default_model, find_chat_model
@@ -38,28 +38,7 @@ def flag(panel: str, help: str, *names: str, **settings: Any) -> Any:
 
 def engine_flag(name: str) -> Any:
     """Return the flag of a field of `EngineArgs`."""
-    each, about = _FIELDS[name]
-    names = [f"--{_flag_name(each, about).replace('_', '-')}"]
-    if each.type is bool and each.default is True:
-        names[0] += f"/--no-{names[0][2:]}"
-    return flag(about.panel, about.text, *names, *([about.short] if about.short else []), metavar=about.metavar)
-
-
-def _flag_name(each: "Field[Any]", about: Flag) -> str:
-    return about.name or each.name
-
-
-def _flag_parameter(each: "Field[Any]", about: Flag) -> inspect.Parameter:
-    """Return the parameter of a command for a field of `EngineArgs`; sizes and paths are text on the command line."""
-    kinds = set(get_args(each.type)) or {each.type}
-    default = None if each.default is dataclasses.MISSING else each.default
-    kind: Any = each.type
-    if Sequence[str] in kinds:
-        kind, default = list[str] | None, None
-    elif str in kinds:
-        kind = str | None if default is None else str
-    hint = Annotated[kind, engine_flag(each.name)]
-    return inspect.Parameter(_flag_name(each, about), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    return get_args(setting_flag(*_FIELDS[name]).annotation)[1]
 
 
 MODEL = Annotated[str | None, engine_flag("model")]
@@ -143,7 +122,7 @@ class EngineOptions:
     def flags(names: Sequence[str] = ()) -> list[inspect.Parameter]:
         """Return a parameter for each flag: those of the named fields, or of all."""
         chosen = names or [name for name in (*_FIELDS, _CONFIG) if name not in _LEARNING]
-        flags = [_flag_parameter(*_FIELDS[name]) for name in chosen if name in _FIELDS]
+        flags = [setting_flag(*_FIELDS[name]) for name in chosen if name in _FIELDS]
         if _CONFIG in chosen:
             config = inspect.Parameter(_CONFIG, inspect.Parameter.KEYWORD_ONLY, default=None)
             flags.append(config.replace(annotation=_SPECULATIVE_CONFIG))
@@ -171,7 +150,7 @@ class EngineOptions:
             given["drafters"] = parse_drafters(drafters)
         config = parse_speculative_config(self.given.get(_CONFIG))
         if both := sorted(given.keys() & config.keys()):
-            name = f"--{_flag_name(*_FIELDS[both[0]]).replace('_', '-')}"
+            name = f"--{flag_name(*_FIELDS[both[0]]).replace('_', '-')}"
             raise ValueError(f"speculative_config: it and {name} both choose {both[0]}; leave one out")
         return EngineArgs(self._named(argument), **given, **config)
 
@@ -257,10 +236,10 @@ def follow(args: EngineArgs) -> None:
 class OutputOptions:
     """Output in addition to the text."""
 
-    stats: Annotated[
-        bool, flag("Output", "Color each token by its drafter, and print speed and acceptance statistics.", "--stats")
-    ] = False
-    debug: DEBUG = False
+    stats: bool = setting(
+        False, "Output", "Color each token by its drafter, and print speed and acceptance statistics."
+    )
+    debug: bool = setting(False, "Output", "Show log messages, messages of libraries and tracebacks.")
 
     def screen(self) -> Screen:
         quiet_libraries(debug=self.debug)

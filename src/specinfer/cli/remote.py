@@ -6,14 +6,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from specinfer.cli.commands import UsageError
-from specinfer.cli.options import EngineOptions, flag
+from specinfer.cli.errors import UsageError
+from specinfer.cli.options import EngineOptions
 from specinfer.cli.screen import Answer, Screen, stats_line
 from specinfer.cli.stretches import Piece, Stretch
 from specinfer.client import KEY_VARIABLE, EventDecoder, error_text, open_client, server_url
 from specinfer.core.errors import RequestError
+from specinfer.core.options import setting
 from specinfer.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,13 +32,10 @@ _OF_A_REQUEST = ("model", "tree", "seed")  # engine options of a request; the se
 class RemoteOptions:
     """The server to use instead of a model in this process."""
 
-    url: Annotated[
-        str | None,
-        flag("Server", "Use the server at this URL, such as http://127.0.0.1:8000, instead of a local model."),
-    ] = None
-    api_key: Annotated[
-        str | None, flag("Server", "API key of the server.", "--api-key", envvar=KEY_VARIABLE, metavar="KEY")
-    ] = None
+    url: str | None = setting(
+        None, "Server", "Use the server at this URL, such as http://127.0.0.1:8000, instead of a local model."
+    )
+    api_key: str | None = setting(None, "Server", "API key of the server.", metavar="KEY", variable=KEY_VARIABLE)
 
     def connect(self, engine: EngineOptions, argument: str | None, screen: Screen) -> "Server":
         """Return the server after finding its model.

@@ -5,7 +5,6 @@ import logging
 import os
 import socket
 import time
-from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import specinfer
-from specinfer.cli import replica_deployment
-from specinfer.cli.commands import UsageError, checking, source_of
+from specinfer.cli import replicas as replica_command
 from specinfer.cli.config_file import read_config
+from specinfer.cli.errors import UsageError, checking
+from specinfer.cli.flags import flags_of, source_of
 from specinfer.cli.loading import LoadingLog
 from specinfer.cli.options import ARGUMENT, DEBUG, ServedOptions, check_local, flag, follow, locate_all
-from specinfer.cli.replica_options import ReplicaOptions
-from specinfer.cli.serve_options import ServerOptions, shown
+from specinfer.cli.replicas import ReplicaOptions
+from specinfer.core.limits import QueueLimits
 from specinfer.core.parallel_config import find_place
 from specinfer.engine_args import EngineArgs
 from specinfer.hub.locate import without_revision
@@ -47,6 +47,7 @@ CONFIG = Annotated[
 ]
 # Variables that are read elsewhere, and those that Kubernetes sets for a Service called specinfer.
 _OTHER_VARIABLES = ("SPECINFER_NATIVE", "SPECINFER_SERVICE_", "SPECINFER_PORT_")
+_SECRETS = frozenset({"api_key"})  # never logged
 _PLACES = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
 
 
@@ -56,7 +57,8 @@ def serve(
     *,
     config: CONFIG = None,
     engine: ServedOptions,
-    server: ServerOptions,
+    server: ServerConfig,
+    limits: QueueLimits,
     replicas: ReplicaOptions,
     debug: DEBUG = False,
 ) -> None:
@@ -69,37 +71,38 @@ def serve(
         # A model on the command line takes precedence over one in the environment or a file.
         if argument is not None and source_of(context, "model") != "COMMANDLINE":
             engine = engine.without_model()
-        args, configured, limits = engine.args(argument), server.config(), server.limits()
-        if configured.lora_modules and not args.enable_lora:
+        args = engine.args(argument)
+        if server.lora_modules and not args.enable_lora:
             raise ValueError("lora_modules: the model is loaded without adapters; add --enable-lora")
-        if configured.allow_runtime_lora_updating and replicas.replicas is not None:
+        if server.allow_runtime_lora_updating and replicas.replicas is not None:
             raise ValueError("allow_runtime_lora_updating: each replica has its own adapters; leave it out")
         deployment = None
         if replicas.replicas is None:
             replicas.check_alone()
         else:
-            replica_deployment.check_installed()
-            deployment = replica_deployment.replica_deployment(args, server, replicas)
+            replica_command.check_installed()
+            deployment = replica_command.replica_deployment(args, server, limits, replicas)
         check_local(args)
-        if configured.trace is not None and deployment is None:
-            check_writable(configured.trace)
-        settings = {**engine.given, **asdict(server), **asdict(replicas)}
+        if server.trace is not None and deployment is None:
+            check_writable(server.trace)
+        others = (flags_of(kind) or () for kind in (ServerConfig, QueueLimits, ReplicaOptions))
+        settings = {**engine.given, **{flag.name: context.params[flag.name] for flags in others for flag in flags}}
 
         def work(parent: ParentProcess | None = None, listener: socket.socket | None = None) -> int:
             from specinfer.server import logs, process, telemetry
 
-            if configured.otlp_endpoint is not None:
+            if server.otlp_endpoint is not None:
                 telemetry.check_installed()
-            _start_logs(context, str(args.model), configured, settings, debug)
+            _start_logs(context, str(args.model), server, settings, debug)
             follow(args)
             try:
                 if deployment is not None:
-                    return replica_deployment.serve(context, deployment, replicas)
+                    return replica_command.serve(context, deployment, replicas)
                 if parent is not None and parent.last_end:
-                    _keep_files(configured.trace, args.step_log)
+                    _keep_files(server.trace, args.step_log)
                 load = partial(_load, args, parent)
                 names = tuple(server.served_model_name or (without_revision(args.model),))
-                service = process.Service(load, str(args.model), names, configured, limits, parent=parent)
+                service = process.Service(load, str(args.model), names, server, limits, parent=parent)
                 return process.run(service, listener)
             finally:
                 logs.flush()
@@ -108,9 +111,9 @@ def serve(
             if deployment is not None or server.single_process or not (is_supported() and _starts_all_ranks(args)):
                 code = work()
             else:
-                with listening(configured) as listener:
+                with listening(server) as listener:
                     code = supervise(
-                        partial(work, listener=listener), listener, has_tls=configured.ssl_certfile is not None
+                        partial(work, listener=listener), listener, has_tls=server.ssl_certfile is not None
                     )
         except OSError as error:
             raise UsageError(f"{error.args[0]}" if len(error.args) == 1 else str(error)) from error
@@ -153,13 +156,17 @@ def _start_logs(
     logs.configure("debug" if debug else config.log_level)
     logger.info("SpecInfer %s, model %s", specinfer.__version__, model)
     for source, place in _PLACES.items():
-        given = [shown(name, value) for name, value in settings.items() if source_of(context, name) == source]
+        given = [_shown(name, value) for name, value in settings.items() if source_of(context, name) == source]
         if given:
             logger.info("%s: %s", place, ", ".join(given))
     if not (config.api_keys or config.uds or is_loopback(config.host)):
         logger.warning("insecure: whoever reaches %s can use this server; no key is asked for", config.host)
     if unknown := _unknown_variables(context):
         logger.warning("not settings, and left aside: %s (see specinfer serve --help)", ", ".join(unknown))
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"{name}=***" if name in _SECRETS else f"{name}={value!r}"
 
 
 def _unknown_variables(context: typer.Context) -> list[str]:

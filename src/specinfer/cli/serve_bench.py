@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.bench_options import GrowableOptions, ReportOptions, check_inputs
-from specinfer.cli.commands import checking
+from specinfer.cli.errors import checking
 from specinfer.cli.options import (
     DEVICE,
     flag,

@@ -6,7 +6,7 @@ import typer
 from typer.main import get_command
 
 from specinfer.cli.commands import add_command
-from specinfer.cli.replica_deployment import check_installed, read_deployment
+from specinfer.cli.replicas import check_installed, read_deployment
 from specinfer.cli.serve import serve
 
 _PORT = frozenset({"host", "port", "uds", "root_path", "ssl_certfile", "ssl_keyfile"})

@@ -9,13 +9,12 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.chat import Chat, LocalPartner, Partner
-from specinfer.cli.commands import checking
-from specinfer.cli.keys import hidden_typing
+from specinfer.cli.errors import checking
 from specinfer.cli.options import ARGUMENT, MODEL_HELP, EngineOptions, OutputOptions, flag, load
 from specinfer.cli.remote import RemoteOptions, RemotePartner
 from specinfer.cli.sampling_options import SamplingOptions
 from specinfer.cli.screen import Screen
-from specinfer.cli.terminal import is_interactive, read_input, typed_lines
+from specinfer.cli.terminal import hidden_typing, is_interactive, read_input, typed_lines
 from specinfer.core.errors import RequestError
 
 DEFAULT_MAX_TOKENS = 128

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from specinfer.cli.commands import UsageError, checking
+from specinfer.cli.errors import UsageError, checking
 from specinfer.cli.options import DEBUG, JSON, PLOT, check_models, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries

@@ -3,11 +3,11 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from specinfer.cli.flags import warn_renamed
 from specinfer.core.options import current_names
 from specinfer.core.vllm_names import from_speculative_config
 from specinfer.engine_args import EngineArgs
@@ -104,10 +104,6 @@ def parse_drafters(names: Sequence[str]) -> str | list[str]:
                 raise ValueError(f"drafter: {word} stands alone; leave it or the others out")
             return meaning
     return list(names)
-
-
-def warn_renamed(old: str, new: str) -> None:
-    print(f"specinfer: warning: {old} is now {new}; the old name ends with the next release", file=sys.stderr)
 
 
 def parse_speculative_config(text: str | None) -> dict[str, Any]:

@@ -6,8 +6,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from specinfer.core.errors import as_python, check_float, check_int
+from specinfer.core.options import check_settings, setting
 
 _NAMES = ("ttft", "tpot")
+_LIMITS = "Limits"  # section of the help
+_SECONDS: dict[str, Any] = {"low": 0, "high": 1e9, "above": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +72,6 @@ class QueueLimits:
 
     Attributes:
         max_num_queued_reqs: Outputs (each of `n` counts) that may wait in addition to the running ones.
-        max_num_queued_tokens: Prompt tokens that may wait, or None for no limit.
-        request_timeout: Seconds from arrival to the end, or None for no limit.
         queue_timeout: Seconds from arrival to the first computation, or None for no limit.
         max_step_seconds: Seconds after which a step counts as hung.
 
@@ -78,19 +79,21 @@ class QueueLimits:
         ValueError: A field is out of range; the message names it.
     """
 
-    max_num_queued_reqs: int = 256
-    max_num_queued_tokens: int | None = None
-    request_timeout: float | None = None
-    queue_timeout: float | None = None
+    max_num_queued_reqs: int = setting(
+        256, _LIMITS, "Maximum number of waiting outputs; more are answered with 429.", low=0
+    )
+    max_num_queued_tokens: int | None = setting(None, _LIMITS, "Maximum number of waiting prompt tokens.", low=1)
+    request_timeout: float | None = setting(
+        None, _LIMITS, "Maximum time of a request in total, in seconds.", **_SECONDS
+    )
+    queue_timeout: float | None = setting(
+        None, _LIMITS, "Maximum time a request waits in the queue, in seconds.", **_SECONDS
+    )
     max_step_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        check_int("max_num_queued_reqs", self.max_num_queued_reqs, 0)
-        if self.max_num_queued_tokens is not None:
-            check_int("max_num_queued_tokens", self.max_num_queued_tokens, 1)
-        for name in ("request_timeout", "queue_timeout", "max_step_seconds"):
-            if getattr(self, name) is not None:
-                check_float(name, getattr(self, name), 0.0, 1e9, low_open=True)
+        check_settings(self)
+        check_float("max_step_seconds", self.max_step_seconds, 0.0, 1e9, low_open=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

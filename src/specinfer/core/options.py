@@ -25,6 +25,7 @@ class Flag:
         low, high: Least and largest number, or None without a limit.
         above: Whether `low` itself is not allowed.
         old_name: Former name of the field, accepted with a warning.
+        variable: Environment variable that sets the flag of every command.
         is_negated: Whether the flag switches the setting off.
         repeats: Whether the flag may be repeated, for a field that is not a list of text.
         read: Function from the value of the flag to that of the field, if they differ.
@@ -40,6 +41,7 @@ class Flag:
     high: float | None = None
     above: bool = False
     old_name: str | None = None
+    variable: str | None = None
     is_negated: bool = False
     repeats: bool = False
     read: Callable[[Any], Any] | None = None
@@ -71,8 +73,15 @@ class Flag:
 
 
 def setting(default: Any, panel: str, help: str, **more: Any) -> Any:
-    """Return a field of a dataclass with a description; `more` are further attributes of `Flag`."""
-    return field(default=default, metadata={"flag": Flag(panel, help, **more)})
+    """Return a field of a dataclass with a description.
+
+    Args:
+        default: Default value, or `dict` for an empty one.
+        more: Further attributes of `Flag`.
+    """
+    metadata = {"flag": Flag(panel, help, **more)}
+    kind: dict[str, Any] = {"default_factory": dict} if default is dict else {"default": default}
+    return field(**kind, metadata=metadata)
 
 
 def setting_of(config: type, name: str, **changed: Any) -> Any:

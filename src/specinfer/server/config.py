@@ -2,15 +2,39 @@
 
 import ipaddress
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TextIO
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TextIO
 
-from specinfer.core.errors import check_float, check_int
-from specinfer.core.lora import LoRARequest
-from specinfer.server.keys import KeySettings, check_key, named
+from specinfer.core.lora import LoRARequest, parse_modules
+from specinfer.core.options import check_settings, setting
+from specinfer.server.keys import KeySettings, check_key, named, read_key_file
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+_MODEL, _ADDRESS, _ACCESS, _LIMITS, _WATCH = "Model", "Address", "Access", "Limits", "Watching"
+_DAY: dict[str, Any] = {"low": 0, "high": 86400.0}  # seconds
+
+
+def _text_of(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{name}: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: {path} is not UTF-8 text") from error
+
+
+def _template(path: str) -> str:
+    return _text_of("chat_template", path)
+
+
+def _key_settings(path: str) -> dict[str, KeySettings]:
+    return read_key_file(path, _text_of("api_key_file", path))
+
+
+def _lowered(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name.lower() for name in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,99 +42,140 @@ class ServerConfig:
     """Settings of the server, in addition to those of the engine.
 
     Attributes:
-        uds: The path of a Unix socket to listen on, instead of host and port.
-        root_path: The prefix that a proxy in front of the server strips from paths.
         api_keys: Any of these keys gives access; without keys, everyone who reaches the server may use it.
-        key_settings: Names, roles and limits of single keys; a key that is not named here has the default ones.
-        insecure: Whether other machines may be served without a key.
-        allowed_origins: Web pages that may call from a browser, such as "https://chat.example.org"; "*" allows all.
+        key_settings: Names, roles and limits of single keys; each of them is one of `api_keys`, too. A key that is not
+            named here has the default ones.
+        allowed_origins: Web pages that may call from a browser; "*" allows all.
         allowed_hosts: Names of this server that requests may have in their Host header. If there are none, loopback
             names and IP addresses are allowed, or any name with keys.
-        max_connections: Requests that are served at once; further requests are refused.
-        max_connections_per_address: Connections that one address may have open, or None for half of those that may be
-            open at all. The IPv6 addresses of one network of 64 bits count as one.
-        max_tree_nodes: Tree nodes per step that a request may ask for: the whole batch pays for them. None for 64, or
-            256 if the target is streamed.
-        body_timeout: Seconds for a request's head to arrive, and the same again for its body. A client that reads
-            nothing of its response for this long is disconnected.
-        keep_alive_timeout: Seconds until a connection without requests is closed.
-        shutdown_timeout: Seconds that running requests get to finish when the server shuts down.
-        ping_seconds: Seconds without output before a stream sends a comment; 0 for no comments.
+        max_connections_per_address: The IPv6 addresses of one network of 64 bits count as one.
+        max_tree_nodes: The whole batch pays for the nodes that a request asks for.
+        body_timeout: A client that reads nothing of its response for this long is disconnected, too.
         stream_interval: Tokens that a stream gathers before it sends them, unless the request sets its own.
-        chat_template: The operator's chat template as text, or None for the model's.
+        chat_template: Text of the template, or None for that of the model.
         lora_modules: Adapters that are served from the start, by name.
-        allow_runtime_lora_updating: Whether keys with the role admin may load and unload adapters.
-        page: Whether / shows the web page.
-        docs: Whether /openapi.json is served.
-        metrics: Whether /metrics is served.
-        metrics_prefix: The prefix of the metrics' names, "specinfer" or "vllm".
-        metrics_public: Whether /metrics needs no key.
-        log_stats_interval: Seconds between log lines of statistics; 0 for none.
-        access_log: Whether requests are logged.
-        trace: The path of a file for the token trees of all requests.
-        otlp_endpoint: The URL that OpenTelemetry spans are sent to, such as "http://localhost:4318/v1/traces".
+        log_stats_interval: 0 without `log_stats`.
 
     Raises:
         ValueError: A field is out of range, or two fields conflict; the message says what to change.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    root_path: str = ""
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    api_keys: tuple[str, ...] = ()
-    key_settings: Mapping[str, KeySettings] = field(default_factory=dict)
-    insecure: bool = False
-    allowed_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    max_body_bytes: int = 4 * 2**20
-    max_header_bytes: int = 16 * 2**10
-    max_headers: int = 100
-    max_connections: int = 1024
-    max_connections_per_address: int | None = None
-    max_tree_nodes: int | None = None
-    body_timeout: float = 30.0
-    keep_alive_timeout: float = 10.0
-    shutdown_timeout: float = 20.0
-    ping_seconds: float = 15.0
-    stream_interval: int = 1
-    chat_template: str | None = None
-    lora_modules: Mapping[str, LoRARequest] = field(default_factory=dict)
-    allow_runtime_lora_updating: bool = False
-    page: bool = True
-    docs: bool = True
-    metrics: bool = True
-    metrics_prefix: str = "specinfer"
-    metrics_public: bool = False
-    log_level: str = "info"
-    log_stats_interval: float = 10.0
-    access_log: bool = True
-    trace: str | None = None
-    otlp_endpoint: str | None = None
+    served_model_name: tuple[str, ...] = setting(
+        (), _MODEL, "Name of the model in requests. May be repeated. (default: the name given here)"
+    )
+    chat_template: str | None = setting(
+        None, _MODEL, "Chat template to use instead of that of the model.", metavar="FILE", read=_template
+    )
+    lora_modules: Mapping[str, LoRARequest] = setting(
+        dict,
+        _MODEL,
+        "LoRA adapter to serve as a model: NAME=PATH, or JSON with name and path. May be repeated.",
+        repeats=True,
+        read=parse_modules,
+    )
+    allow_runtime_lora_updating: bool = setting(
+        False, _ACCESS, "Let API keys with the role admin load and unload adapters."
+    )
+
+    host: str = setting("127.0.0.1", _ADDRESS, "Address to listen on; any but loopback requires an API key.")
+    port: int = setting(8000, _ADDRESS, "Port; 0 chooses a free one.", low=0, high=65535)
+    uds: str | None = setting(None, _ADDRESS, "Unix socket to listen on instead of host and port.", metavar="FILE")
+    root_path: str = setting("", _ADDRESS, "Path prefix that a proxy strips, such as /llm.")
+    ssl_certfile: str | None = setting(None, _ADDRESS, "TLS certificate.", metavar="FILE")
+    ssl_keyfile: str | None = setting(None, _ADDRESS, "Key of the TLS certificate.", metavar="FILE")
+    allowed_hosts: tuple[str, ...] = setting(
+        (), _ADDRESS, "Host name to accept in requests. May be repeated.", metavar="NAME", read=_lowered
+    )
+
+    api_keys: tuple[str, ...] = setting(
+        (),
+        _ACCESS,
+        "API key to accept. May be repeated. Other users of the machine can see flags; prefer the environment "
+        "variable or --api-key-file.",
+        name="api_key",
+        metavar="KEY",
+    )
+    key_settings: Mapping[str, KeySettings] = setting(
+        dict,
+        _ACCESS,
+        "File of API keys, one per line, each with its roles (generate, metrics, admin), name and limits if it has "
+        "some.",
+        name="api_key_file",
+        metavar="FILE",
+        read=_key_settings,
+    )
+    insecure: bool = setting(False, _ACCESS, "Allow other machines without an API key.")
+    allowed_origins: tuple[str, ...] = setting(
+        (), _ACCESS, "Allowed CORS origin, such as https://chat.example.org. May be repeated.", metavar="ORIGIN"
+    )
+    metrics_public: bool = setting(False, _ACCESS, "Serve /metrics without an API key.")
+
+    max_body_bytes: int = setting(4 * 2**20, _LIMITS, "Maximum size of a request body, in bytes.", low=1)
+    max_header_bytes: int = setting(16 * 2**10, _LIMITS, "Maximum size of request headers, in bytes.", low=1)
+    max_headers: int = setting(100, _LIMITS, "Maximum number of request headers.", low=1)
+    max_connections: int = setting(
+        1024, _LIMITS, "Maximum number of concurrent HTTP requests; more are answered with 503.", low=1
+    )
+    max_connections_per_address: int | None = setting(
+        None,
+        _LIMITS,
+        "Maximum number of open connections from one address. (default: half of all that may be open)",
+        low=1,
+    )
+    body_timeout: float = setting(
+        30.0, _LIMITS, "Time limit for receiving headers, and again for a body, in seconds.", above=True, **_DAY
+    )
+    keep_alive_timeout: float = setting(
+        10.0, _LIMITS, "Time until an idle connection is closed, in seconds.", above=True, **_DAY
+    )
+    max_tree_nodes: int | None = setting(
+        None,
+        _LIMITS,
+        "Maximum number of tree nodes that a request may ask for. (default: 64, or 256 with --offload)",
+        low=1,
+    )
+    shutdown_timeout: float = setting(
+        20.0, _LIMITS, "Time for running requests to finish after SIGTERM, in seconds.", **_DAY
+    )
+    single_process: bool = setting(
+        False,
+        _LIMITS,
+        "Serve in one process, which ends with its engine. By default another keeps the port open and starts the "
+        "engine again.",
+    )
+    ping_seconds: float = setting(
+        15.0, _LIMITS, "Interval of keep-alive comments in a silent stream, in seconds; 0 disables them.", **_DAY
+    )
+    stream_interval: int = setting(1, _LIMITS, "Number of tokens to buffer before each chunk of a stream.", low=1)
+
+    page: bool = setting(True, _WATCH, "Do not serve the page at /.", name="no_page", is_negated=True)
+    docs: bool = setting(True, _WATCH, "Do not serve /openapi.json.", name="no_docs", is_negated=True)
+    metrics_prefix: str = setting(
+        "specinfer",
+        _WATCH,
+        "Prefix of the metrics: specinfer, or vllm for its dashboards.",
+        choices=("specinfer", "vllm"),
+    )
+    metrics: bool = setting(True, _WATCH, "Do not serve /metrics.", name="no_metrics", is_negated=True)
+    log_level: str = setting("info", _WATCH, "Log level: debug, info, warning, error or critical.", choices=LOG_LEVELS)
+    log_stats_interval: float = setting(10.0, _WATCH, "Interval of log lines about throughput, in seconds.", **_DAY)
+    log_stats: bool = setting(True, _WATCH, "Do not log throughput.", name="no_log_stats", is_negated=True)
+    access_log: bool = setting(True, _WATCH, "Do not log requests.", name="no_access_log", is_negated=True)
+    trace: str | None = setting(
+        None, _WATCH, "Record the token trees of all requests here, for specinfer trace.", metavar="FILE"
+    )
+    otlp_endpoint: str | None = setting(
+        None,
+        _WATCH,
+        "Endpoint for OpenTelemetry spans, such as http://localhost:4318/v1/traces.",
+        metavar="URL",
+    )
 
     def __post_init__(self) -> None:
-        check_int("port", self.port, 0, 65535)
-        for name in (
-            "max_body_bytes",
-            "max_header_bytes",
-            "max_headers",
-            "max_connections",
-            "stream_interval",
-        ):
-            check_int(name, getattr(self, name), 1)
-        for name in ("max_tree_nodes", "max_connections_per_address"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1)
-        for name in ("body_timeout", "keep_alive_timeout"):
-            check_float(name, getattr(self, name), 0.0, 86400.0, low_open=True)
-        for name in ("shutdown_timeout", "ping_seconds", "log_stats_interval"):
-            check_float(name, getattr(self, name), 0.0, 86400.0)
-        if self.metrics_prefix not in ("specinfer", "vllm"):
-            raise ValueError(f"metrics_prefix must be specinfer or vllm, not {self.metrics_prefix!r:.40}")
-        if self.log_level not in LOG_LEVELS:
-            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r:.40}")
+        check_settings(self)
+        object.__setattr__(self, "api_keys", tuple(dict.fromkeys([*self.api_keys, *self.key_settings])))
+        if not self.log_stats:
+            object.__setattr__(self, "log_stats_interval", 0.0)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path must begin with / and not end with one, not {self.root_path!r:.60}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specinfer.cli import replica_deployment
+from specinfer.cli import replicas
 from specinfer.cli.app import app
-from specinfer.cli.replica_options import ReplicaOptions
+from specinfer.cli.replicas import ReplicaOptions
 from specinfer.cli.serve_replicas import build
 from specinfer.core.systems import usable_cpus
 from specinfer.server import logs
@@ -46,13 +46,13 @@ def test_options_of_replicas_need_replicas(flag: str) -> None:
     "words", [["--nnodes", "2", "--master-addr", "a", "--insecure-cluster"], ["--master-port", "29500"]]
 )
 def test_a_replica_is_on_one_machine(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_deployment, "check_installed", lambda: None)
+    monkeypatch.setattr(replicas, "check_installed", lambda: None)
     assert "--nnodes, --node-rank, --master-addr, --master-port: " in refused("--replicas", "2", "-tp", "2", *words)
     assert "-tp must be" in refused("--replicas", "2", "-tp", "0")
 
 
 def test_replicas_are_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_deployment, "check_installed", lambda: None)
+    monkeypatch.setattr(replicas, "check_installed", lambda: None)
     assert "--single-process: each replica is a process of its own" in refused("--replicas", "2", "--single-process")
 
 
@@ -98,7 +98,7 @@ try:
 except Exception as error:
     print(type(error).__name__, ray.is_initialized())
 """
-    environment = os.environ | {"PYTHONPATH": str(Path(replica_deployment.__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(replicas.__file__).parents[2])}
     said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["RaySystemError", "False"]
 
@@ -141,13 +141,13 @@ def test_an_application_holds_both_deployments() -> None:
 def test_settings_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, read = tmp_path / "serve.yaml", []
 
-    def serve(context: Any, told: Any, replicas: Any) -> int:
+    def serve(context: Any, told: Any, _: Any) -> int:
         file.write_text("replicas: '2:3'\nmax-num-seqs: 3\nray-address: auto")
-        read.extend([told, replica_deployment.read_again(context)])
+        read.extend([told, replicas.read_again(context)])
         return 0
 
-    monkeypatch.setattr(replica_deployment, "check_installed", lambda: None)
-    monkeypatch.setattr(replica_deployment, "serve", serve)
+    monkeypatch.setattr(replicas, "check_installed", lambda: None)
+    monkeypatch.setattr(replicas, "serve", serve)
     file.write_text("replicas: '2'\nmax-num-seqs: 5\nray-address: auto")
     result = CliRunner().invoke(app, ["serve", "demo", "--config", str(file), "--max-model-len", "128"])
     assert result.exit_code == 0, result.output

@@ -1,5 +1,6 @@
-"""Error messages with settings as the user wrote them: as a flag, an environment variable or a key of a file."""
+"""Errors of commands, which name settings as the user wrote them: as a flag, a variable or a key of a file."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,19 @@ _SUBJECT = re.compile(r"[a-z][a-z0-9_]*(?=(\[[^]]*\])?:? )|[a-z_]+(, [a-z_]+)+(?
 _ASSIGNMENT = re.compile(r"\b([a-z][a-z0-9_]*)=(\"([^\"]*)\"|True|N\b)")
 _LINE = re.compile(r"[^:]*, (line|entry) \d+: ")  # of a file, where fields have these names
 _FIELD = re.compile(r"(?<![\w\"'./{-])[a-z]+(_[a-z0-9]+)+(?![\w\"'./=])")
+
+
+class UsageError(Exception):
+    """The command cannot be run as given; the message names the option and the remedy."""
+
+
+@contextlib.contextmanager
+def checking() -> Iterator[None]:
+    """Turn a ValueError into a UsageError, while options are read and models loaded; later it would be a bug."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def as_typed(message: str, context: Any) -> str:
