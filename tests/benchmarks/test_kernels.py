@@ -33,8 +33,8 @@ from specinfer.bench.bandwidth import Bandwidth
 from specinfer.bench.models import find_models
 from specinfer.bench.options import rotated
 from specinfer.model.batch import Piece
-from specinfer.model.fused import FusedDecoder
 from specinfer.model.kv_tensors import LayerShape
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.pass_work import read_bytes
 from specinfer.model.runner import ModelRunner

@@ -21,8 +21,8 @@ from specinfer.drafters import SmallModelDrafter
 from specinfer.drafters.draft_loop import DraftLoop, Wanted
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
-from specinfer.model.fused import FusedDecoder
 from specinfer.model.kv_cache import OutOfSlotsError
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance, verify
 from tiny import VOCAB, make_request, random_prompts, resized, save_model

@@ -34,9 +34,9 @@ from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TreeBudget
 from specinfer.model.batch import Piece
-from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_tensors import TapShape
+from specinfer.model.layers.device import DeviceDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.ops.quantized_linear import QuantizedLinear

@@ -12,9 +12,9 @@ from heads import save_tiny_block, save_tiny_head
 from pair_heads import save_eagle, save_mtp
 from specinfer import LLM, SamplingParams
 from specinfer.model.batch import Piece
-from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.heads.load import load_head
+from specinfer.model.layers.device import DeviceDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.ops.quantization import Bits, dequantize, linear, quantize

@@ -14,7 +14,7 @@ from specinfer.engine_args import EngineArgs
 from specinfer.model.capacity import cache_bytes, pass_bytes
 from specinfer.model.definition import load_config
 from specinfer.model.device import prompt_tokens
-from specinfer.model.device_decoder import DeviceDecoder
+from specinfer.model.layers.device import DeviceDecoder
 from specinfer.setup import model_plan
 from specinfer.setup.model_plan import plan_models
 

@@ -14,7 +14,7 @@ from native import native
 from native_layers import CPU, PROMPT, error, last_logits
 from specinfer import SamplingParams
 from specinfer.core.config import OffloadConfig
-from specinfer.model.fused import FusedDecoder
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from tiny import FAMILIES, GEMMA_4, random_prompts

@@ -18,13 +18,13 @@ from quantized_files import save_quantized
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import SmallModelDrafter
-from specinfer.model import device_decoder
 from specinfer.model.batch import ForwardBatch, Piece
-from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
 from specinfer.model.folder import find_folder
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.synchronization import SynchronizationCheck
 from specinfer.model.kv_tensors import KVTensors
+from specinfer.model.layers import device as device_decoder
+from specinfer.model.layers.device import DeviceDecoder, can_fuse_on_device
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.runner import ModelRunner
@@ -196,7 +196,7 @@ def test_nothing_waits_for_the_device(model_folder: Folders, monkeypatch: pytest
 def test_guesses_beyond_the_longest_text_have_places(model_folder: Folders) -> None:
     loaded = _decoder(load_model(model_folder("llama"), torch.float32, CPU, native=False))
     decoder: Any = loaded.model
-    assert decoder.rotations.shape == (loaded.max_position + 1024, 8)
+    assert decoder.stack.rotations.shape == (loaded.max_position + 1024, 8)
 
 
 # --------------------------------------------------------------------------------------------------- loading
@@ -211,7 +211,7 @@ def test_loading(tied: bool, quantization: str | None, model_folder: Folders, mo
     with as_on_a_gpu(monkeypatch):
         loaded = load_model(folder, torch.float32, CPU, quantization)
         assert isinstance(loaded.model, DeviceDecoder)
-        table = loaded.model.rotations.nbytes
+        table = loaded.model.stack.rotations.nbytes
         assert loaded.num_bytes == plain.num_bytes + table - 2 * 4 * 4  # frequencies, stored twice, are gone
         assert loaded.num_parameters == plain.num_parameters
         assert not isinstance(load_model(folder, torch.float32, CPU, native=False).model, DeviceDecoder)
@@ -228,13 +228,13 @@ def test_other_families_stay_as_they_are(family: str, model_folder: Folders) -> 
 def test_what_does_not_agree_is_not_used(
     model_folder: Folders, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, right = model_folder("llama"), device_decoder._Layer.__init__
+    folder, right = model_folder("llama"), device_decoder.DeviceLayer.__init__
 
     def wrong(self: Any, *args: Any) -> None:
         right(self, *args)
         self.scale *= 1.2
 
-    monkeypatch.setattr(device_decoder._Layer, "__init__", wrong)
+    monkeypatch.setattr(device_decoder.DeviceLayer, "__init__", wrong)
     for quantization in (None, "fp8"):
         caplog.clear()
         with as_on_a_gpu(monkeypatch), caplog.at_level(logging.WARNING):

@@ -15,11 +15,11 @@ from native import native
 from specinfer import LLM
 from specinfer.core.errors import ModelError
 from specinfer.core.tree import TokenTree
-from specinfer.model import layer_families
 from specinfer.model.adapters.sites import connect
 from specinfer.model.batch import Piece
-from specinfer.model.fused import FusedDecoder
 from specinfer.model.heads.load import shows_hidden_states
+from specinfer.model.layers import families as layer_families
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.recurrent import scan
 from specinfer.model.recurrent.layers import LOOP_REPLACED

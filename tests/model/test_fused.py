@@ -15,10 +15,10 @@ from native_layers import CPU, TREE, Reader
 from specinfer import LLM, SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.demo.corpus import heldout_prompts
-from specinfer.model import packing
 from specinfer.model.batch import pack
-from specinfer.model.fused import FusedDecoder
-from specinfer.model.layer_check import Verdict
+from specinfer.model.layers import packing
+from specinfer.model.layers.check import Verdict
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.probe import Probe
 from specinfer.model.runner import ModelRunner
@@ -97,7 +97,9 @@ def test_a_layer_computed_otherwise_is_noticed(
 
     def wrong(self: FusedDecoder, *args: object, **options: object) -> None:
         right(self, *args, **options)  # type: ignore[arg-type]
-        self.layers[1].scale *= 1.2
+        attention = self.layers[1].attention
+        assert attention is not None
+        self.layers[1].attention = attention._replace(scale=1.2 * attention.scale)
 
     monkeypatch.setattr(FusedDecoder, "__init__", wrong)
     with caplog.at_level(logging.WARNING):

@@ -12,6 +12,7 @@ from native import ISAS, each_isa, native
 from native_checks import (
     change_attentions,
     change_experts,
+    change_plan,
     check_change_shows,
     check_logits,
     check_rounding,
@@ -20,8 +21,8 @@ from native_checks import (
 from native_layers import CPU, PROMPT, error, last_logits, load_fused, make, saved
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config, read_definition
-from specinfer.model.fused import FusedDecoder
 from specinfer.model.kv_tensors import KVTensors, bytes_per_slot
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.probe import probe
@@ -114,7 +115,7 @@ def _parts(decoder: FusedDecoder, numbers: range = range(9), **changes: Any) -> 
 
 MUTATIONS: dict[str, tuple[str, Callable[[FusedDecoder], None]]] = {
     "values as they are": ("gemma4_text", lambda it: change_attentions(it, value_norm=None)),
-    "one rotation for all": ("gemma4_text", lambda it: setattr(it.layers[0], "rotation", it.layers[1].rotation)),
+    "one rotation for all": ("gemma4_text", lambda it: change_plan(it.layers[0], rotation=it.layers[1].rotation)),
     "hidden states as layers leave them": ("gemma4_text", lambda it: _parts(it, hidden_factor=1.0)),
     "no cap": ("gemma4_text-shared", lambda it: setattr(it.head, "cap", None)),
     "inputs of the first layer for all": ("gemma4_text-shared", lambda it: _parts(it, column=0)),

@@ -13,9 +13,9 @@ from specinfer import LLM, ModelError, SamplingParams
 from specinfer.model.definition import load_plain
 from specinfer.model.experts import QuantizedExperts
 from specinfer.model.folder import find_folder
-from specinfer.model.fused import FusedDecoder
+from specinfer.model.layers.fused import FusedDecoder
+from specinfer.model.layers.packing import together
 from specinfer.model.load import load_model
-from specinfer.model.packing import together
 from specinfer.ops import ExpertsCall, PartCall, QuantizedLinear
 from specinfer.ops.cpu.panels import TYPES
 from tiny import make_tokenizer
@@ -176,10 +176,10 @@ def _is_fused(arch: str, changes: dict[str, Any]) -> bool:
 
 def _check_fused(found: FusedDecoder, exact: Any) -> None:
     for i, layer in enumerate(found.layers):
-        for names, origin in zip(layer.names, layer.origins, strict=True):
-            weights = [exact.get_submodule(f"{found.layers_name}.{i}.{name}").weight for name in names]
-            rows = [call.rows(torch.arange(call.panels.outputs)) for call in origin.call.chain]
-            wanted = together(weights, interleaved=origin.interleaved)
+        for linear in layer.linears:
+            weights = [exact.get_submodule(f"{found.layers_name}.{i}.{name}").weight for name in linear.names]
+            rows = [call.rows(torch.arange(call.panels.outputs)) for call in linear.computed.chain]
+            wanted = together(weights, interleaved=linear.interleaved)
             assert torch.equal(torch.cat(rows).to(wanted.dtype), wanted)
         for part, call in zip(layer.kinds, layer.call.parts, strict=True):
             if call.experts is not None:

@@ -14,12 +14,13 @@ from benchmarks.peers.plain_folder import plain_folder
 from native import native
 from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
-from specinfer.model import layer_check, layer_kind
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config, read_definition
-from specinfer.model.device_decoder import DeviceDecoder, can_fuse_on_device
-from specinfer.model.fused import FusedDecoder
-from specinfer.model.layer_check import Verdict
+from specinfer.model.layers import check as layer_check
+from specinfer.model.layers import plan as layer_plan
+from specinfer.model.layers.check import Verdict
+from specinfer.model.layers.device import DeviceDecoder, can_fuse_on_device
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.linears import quantize_linears
 from specinfer.model.load import load_model
 from specinfer.model.probe import probe
@@ -130,7 +131,7 @@ def _drop_bias(_: Any, layer: Any) -> None:
 
 
 def _widen_window(_: Any, layer: Any) -> None:
-    layer.self_attn.sliding_window = layer_kind.window_of(layer.self_attn) + 1
+    layer.self_attn.sliding_window = layer_plan._window_of(layer.self_attn) + 1
 
 
 def _drop_window(_: Any, layer: Any) -> None:

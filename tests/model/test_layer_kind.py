@@ -10,9 +10,10 @@ import torch
 
 import reference
 from native import native
-from native_layers import PROMPT, error, last_logits, load, load_fused, make, saved
-from specinfer.model.device_decoder import can_fuse_on_device
-from specinfer.model.fused import FusedDecoder
+from native_checks import change_plan
+from native_layers import PROMPT, error, last_logits, load, load_fused, make, paired_call, saved
+from specinfer.model.layers.device import can_fuse_on_device
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.ops import Attends, Ending, ExpertsCall, LayerCall, Opens
 from tiny import HYBRIDS, make_model
 
@@ -118,7 +119,7 @@ def _rebuilt(decoder: FusedDecoder, **changes: Any) -> None:
         "eps": layer.eps,
     } | changes
     linears: Any = (*mixing.linears, *opening.linears)
-    layer.call = LayerCall.paired(linears, **options, recurrent=layer.recurrence)
+    layer.call = paired_call(linears, **options, recurrent=layer.recurrence)
 
 
 def _norms(call: LayerCall) -> Any:
@@ -140,13 +141,13 @@ def _without_one(decoder: FusedDecoder) -> None:
 
 
 MUTATIONS: dict[str, Callable[[FusedDecoder], None]] = {
-    "the other rotation": lambda it: setattr(it.layers[0], "rotation", it.layers[1].rotation),
+    "the other rotation": lambda it: change_plan(it.layers[0], rotation=it.layers[1].rotation),
     "no norms of what is added": lambda it: _rebuilt(it, post_norms=(None, None)),
     "silu for gelu": lambda it: _rebuilt(it, gate=Ending.GATED),
     "two norms swapped": _swap_norms,
     "a norm's weight as it is stored": _without_one,
-    "no window": lambda it: setattr(it.layers[0], "window", None),
-    "a window where there is none": lambda it: setattr(it.layers[1], "window", 8),
+    "no window": lambda it: change_plan(it.layers[0], window=None),
+    "a window where there is none": lambda it: change_plan(it.layers[1], window=8),
     "no norm of keys": lambda it: it.layers[0].head_norms.__setitem__(1, None),
     "embeddings as they are stored": lambda it: setattr(it, "embedding_scale", 1.0),
 }
@@ -180,7 +181,7 @@ def _width_of(decoder: FusedDecoder) -> int:
 
 def _ungated(decoder: FusedDecoder) -> None:
     layer = next(layer for layer in decoder.layers if layer.recurrent is None)
-    layer.is_gated = False
+    change_plan(layer, is_gated=False)
 
 
 HYBRID_MUTATIONS: dict[str, tuple[str, Callable[[FusedDecoder], None]]] = {
@@ -277,7 +278,7 @@ def test_a_part_of_a_layer_that_is_wrong_shows(name: str, tmp_path: Path) -> Non
     runner, decoder = load_fused(model, tmp_path)
     assert error(last_logits(runner), wanted) < 1e-5
     mutate(decoder)
-    decoder._calls.clear()
+    decoder.stack.calls.clear()
     for layer in decoder.layers:
         layer._mixers.clear()
     assert not error(last_logits(runner), wanted) < 1e-3

@@ -18,8 +18,8 @@ from native_checks import (
     check_trees,
 )
 from native_layers import CPU, PROMPT, error, last_logits, load, make, saved
-from specinfer.model.device_decoder import can_fuse_on_device
-from specinfer.model.fused import FusedDecoder
+from specinfer.model.layers.device import can_fuse_on_device
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from tiny import MORE_FUSED, make_model
 
@@ -91,9 +91,10 @@ def test_variants_compute_what_transformers_does(name: str, tmp_path: Path) -> N
 
 def _rotated(decoder: FusedDecoder) -> None:
     layer = next(one for one in decoder.layers if one.rotation is None)
-    layer.rotation = ()
+    assert layer.attention is not None
+    layer.attention = layer.attention._replace(rotation=())
     layer._mixers.clear()
-    decoder._calls.clear()
+    decoder.stack.calls.clear()
 
 
 def _parts(decoder: FusedDecoder, **changes: Any) -> None:

@@ -19,8 +19,8 @@ from transformers.models.recurrent_gemma import configuration_recurrent_gemma, m
 import reference
 from native import native
 from specinfer.model.definition import load_plain
-from specinfer.model.fused import FusedDecoder
-from specinfer.model.layer_families import kind_of
+from specinfer.model.layers.families import kind_of
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from tiny import logits, make_model, random_prompts

@@ -15,8 +15,8 @@ from native import ISAS, each_isa, native
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.model.definition import load_plain
 from specinfer.model.folder import find_folder
-from specinfer.model.fused import FusedDecoder
 from specinfer.model.gguf.blocks import weight_of
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import AdapterRuns, AdapterTable, Ending, LinearCall, LowRank, Panels, QuantizedWeight

@@ -14,16 +14,16 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from native import ISAS, each_isa, native
+from native_layers import paired_call
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import Piece, pack
-from specinfer.model.fused import FusedDecoder
 from specinfer.model.kv_tensors import KVTensors, LayerShape
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.ops import (
     GATES,
     AttentionCall,
     Ending,
-    LayerCall,
     LinearCall,
     PackedLinear,
     Panels,
@@ -241,7 +241,7 @@ def test_a_layer_in_one_call_is_its_parts(isa: str, activation: str, has_post_no
     linears = [LinearCall(Panels.of(_random(shape, seed=i) / 5)) for i, shape in enumerate(shapes)]
     norms = [1 + _random((width,), seed=i) / 5 for i in range(4)]
     post_norms = (norms[2], norms[3]) if has_post_norms else (None, None)
-    call = LayerCall.paired(tuple(linears), tuple(norms[:2]), 1e-6, post_norms=post_norms, gate=GATES[activation])
+    call = paired_call(tuple(linears), tuple(norms[:2]), 1e-6, post_norms=post_norms, gate=GATES[activation])
     store = KVTensors((LayerShape(1, dim, dim),), tokens, torch.float32, torch.device("cpu"))
     chain, slots = TokenTree.chain(0, range(1, tokens)), torch.arange(tokens).numpy()
     pieces = pack([Piece.of_span([0], chain, slots[:0], slots)], store, torch.device("cpu"), native=True).native

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from native import ISAS, each_isa
+from native_layers import paired_call
 from recurrences import KINDS, Kind, layer_of, numbers
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import ForwardBatch, Piece, pack
@@ -40,7 +41,7 @@ def _layer(mixed: int, results: int, recurrent: RecurrentParts | None = None) ->
         _linear(WIDTH, OPENED, 4),
     )
     norms = (1 + numbers((WIDTH,), 5) / 5, 1 + numbers((WIDTH,), 6) / 5)
-    return LayerCall.paired(linears, norms, 1e-6, recurrent=recurrent)
+    return paired_call(linears, norms, 1e-6, recurrent=recurrent)
 
 
 def _batch(shape: LayerShape, dtype: torch.dtype) -> tuple[ForwardBatch, NativePieces]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from benchmarks.neighbours import busy_neighbours
 from native import native
-from specinfer.ops import AttentionCall, FlatPieces, LayerCall, LinearCall, NativePieces, Panels, norm, quantize
+from native_layers import paired_call
+from specinfer.ops import AttentionCall, FlatPieces, LinearCall, NativePieces, Panels, norm, quantize
 
 LIBRARY = importlib.import_module("specinfer.ops.cpu.library")  # the package has a function of its name
 KERNELS = Path(str(LIBRARY.__file__)).parent
@@ -54,7 +55,7 @@ def layer_pass(rows: int, context: int = 50) -> Tensor:
     source = torch.Generator().manual_seed(0)
     sizes = (((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (HIDDEN, HEADS * DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER))
     qkv, output, gated, down = (linear(*size, source) for size in sizes)
-    layer = LayerCall.paired((qkv, output, gated, down), (torch.ones(HIDDEN), torch.ones(HIDDEN)), 1e-5)
+    layer = paired_call((qkv, output, gated, down), (torch.ones(HIDDEN), torch.ones(HIDDEN)), 1e-5)
     keys, values = torch.randn((2, context + rows, KV_HEADS, DIM), generator=source)
     attention = AttentionCall(keys, values, HEADS, DIM**-0.5, rotated=DIM)
     angles = torch.rand((context + rows, DIM), generator=source)

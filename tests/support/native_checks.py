@@ -8,7 +8,8 @@ import torch
 
 import reference
 from native_layers import CPU, PROMPT, TREE, Reader, error, last_logits, load_fused, saved
-from specinfer.model.fused import FusedDecoder
+from specinfer.model.layers.fused import FusedDecoder
+from specinfer.model.layers.native import NativeLayer
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import AttentionCall, ExpertsCall
@@ -54,6 +55,12 @@ def check_change_shows(model: Any, folder: Path, change: Callable[[FusedDecoder]
     assert error(last_logits(runner), wanted) < 1e-5
     change(decoder)
     assert not error(last_logits(runner), wanted) < 1e-3
+
+
+def change_plan(layer: NativeLayer, **changes: Any) -> None:
+    """Set fields of the plan of a layer's attention."""
+    assert layer.attention is not None
+    layer.attention = layer.attention._replace(**changes)
 
 
 def change_attentions(decoder: FusedDecoder, **changes: Any) -> None:

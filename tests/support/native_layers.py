@@ -8,9 +8,12 @@ from torch import Tensor
 
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import Piece
-from specinfer.model.fused import FusedDecoder
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import Attends, Ending, LayerCall, LinearCall, Opens, PartCall
+from specinfer.ops.cpu.layer_part import Adds
+from specinfer.ops.cpu.recurrent_layer import RecurrentParts
 from tiny import make_model, random_prompts
 
 CPU = torch.device("cpu")
@@ -84,3 +87,23 @@ class Reader:
         logits = self.runner.forward([self.piece(name, TokenTree.root(tokens[-1]))])
         self.runner.cache.free(name)
         return logits[0]
+
+
+def paired_call(
+    linears: tuple[LinearCall, LinearCall, LinearCall, LinearCall],
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+    *,
+    post_norms: tuple[Tensor | None, Tensor | None] = (None, None),
+    gate: Ending = Ending.GATED,
+    recurrent: RecurrentParts | None = None,
+) -> LayerCall:
+    """A layer of Llama's shape: attention, or a recurrence, then a gated MLP.
+
+    Args:
+        linears: Queries, keys and values together, or what a recurrence reads; the output of either; alternating
+            gates and values; the MLP's output.
+    """
+    adds = [Adds(one) for one in post_norms]
+    mixing = PartCall(linears[:2], recurrent or Attends(), norms[0], eps, adds=adds[0])
+    return LayerCall((mixing, PartCall(linears[2:], Opens(ending=gate), norms[1], eps, adds=adds[1])))

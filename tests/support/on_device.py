@@ -26,12 +26,12 @@ from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model import load, load_config
-from specinfer.model.device_decoder import can_fuse_on_device
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.heads import load as heads_load
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.heads.load import load_head, taps_of
+from specinfer.model.layers.device import can_fuse_on_device
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy

@@ -20,7 +20,7 @@ from specinfer.demo.chat_model import PACKAGE, find_chat_model
 from specinfer.learning.tune.initial_weights import build, export, parse_initial_weights
 from specinfer.model.definition import load_plain
 from specinfer.model.folder import find_folder
-from specinfer.model.fused import FusedDecoder
+from specinfer.model.layers.fused import FusedDecoder
 
 LOSSLESS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # logits nearer than that may change places
 TREES = ("auto", "1,1,1,1", "best-first:16")

@@ -23,10 +23,10 @@ from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.sizes import shape_of, shape_of_guesses
 from specinfer.engine.device.state import DeviceState
-from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.eagle3 import Eagle3Head
 from specinfer.model.heads.load import load_head, taps_of
+from specinfer.model.layers.device import DeviceDecoder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.ops.plain_logits import Adjustments

@@ -22,8 +22,8 @@ from specinfer.drafters.growth.draft_sampling import chooses_for, sampling_of
 from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
 from specinfer.drafters.growth.subtree_size import BIN_EDGES
 from specinfer.drafters.vocabulary.token_map import Vocabulary
-from specinfer.model.fused import FusedDecoder
 from specinfer.model.heads.head import FeatureHead
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.runner import ModelRunner
 from specinfer.ops.cpu.choice import SUPPORT
 from specinfer.ops.cpu.draft import DRAWN, NOISY, DecoderParts, DraftCall, Drafted, DraftTree, DrawnFrom, GrowthRules

@@ -21,8 +21,8 @@ from specinfer.drafters.sparse_context import kept_places
 from specinfer.drafters.vocabulary.token_map import Known
 from specinfer.model.adapters.sites import connect
 from specinfer.model.batch import Piece
-from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.kv_cache import OutOfSlotsError, Slots
+from specinfer.model.layers.device import DeviceDecoder
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner

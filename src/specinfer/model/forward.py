@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from specinfer.model.adapters.hooks import adapting
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.device_decoder import DeviceDecoder
-from specinfer.model.fused import FusedDecoder, Watch
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.kv_tensors import put_rows
+from specinfer.model.layers.device import Decoder
+from specinfer.model.layers.native import Watch
 from specinfer.model.linears import layer_lists
 from specinfer.model.sharding.placeholder import Placeholder, StageEnd
 
@@ -39,14 +39,10 @@ def forward(
     """
     if batch.store.taps and watch is None and not isinstance(model, FeatureHead):
         watch = _Tapping(batch)
-    if isinstance(model, FusedDecoder):
-        fused: Tensor = model(batch, hidden, watch)
-        return fused
-    if isinstance(model, DeviceDecoder | FeatureHead):
-        assert hidden is None or isinstance(model, DeviceDecoder)
-        with adapting(batch.adapters or batch.adapter_rows):
-            on_device: Tensor = model(batch) if isinstance(model, FeatureHead) else model(batch, hidden, watch)
-        return on_device
+    if isinstance(model, Decoder | FeatureHead):
+        with adapting(batch.adapters or batch.adapter_rows):  # native layers take adapters with the batch
+            result: Tensor = model(batch) if isinstance(model, FeatureHead) else model(batch, hidden, watch)
+        return result
     if hidden is not None:
         batch = replace(batch, hidden=hidden.unsqueeze(0))
     try:

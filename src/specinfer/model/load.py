@@ -23,12 +23,12 @@ from specinfer.model.context_length import fit_to_length, max_position_of
 from specinfer.model.cut import LinearCut
 from specinfer.model.definition import check_architecture, load_config
 from specinfer.model.device import check_gpu, warn_of_slow_type
-from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers, can_fuse_on_device
 from specinfer.model.folder import sampling_defaults
-from specinfer.model.fused import FusedDecoder
-from specinfer.model.fused_layers import FusedLayers
 from specinfer.model.gguf.folder import origin_of
 from specinfer.model.kv_tensors import LayerShape, TapShape
+from specinfer.model.layers.device import DeviceDecoder, DeviceLayers, can_fuse_on_device
+from specinfer.model.layers.fused import FusedDecoder
+from specinfer.model.layers.native import NativeLayers
 from specinfer.model.linears import cut_head, make_linears_plain, quantize_linears
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.budget import release_freed_memory
@@ -45,7 +45,7 @@ from specinfer.parallel.shard_spec import ShardSpec
 
 logger = logging.getLogger(__name__)
 # These have weights that are not parameters.
-_PACKED = (PackedLinear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts, FusedDecoder, FusedLayers)
+_PACKED = (PackedLinear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts, FusedDecoder, NativeLayers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +271,9 @@ def _loaded(job: LoadConfig, built: BuiltModel, note: str) -> LoadedModel:
 
 def path_of(model: nn.Module) -> str:
     """Return the description for `LoadedModel.compute_path`."""
-    if any(isinstance(module, FusedDecoder | FusedLayers) for module in model.modules()):
+    if any(isinstance(module, NativeLayers) for module in model.modules()):
         return "native fused layers"
-    if any(isinstance(module, DeviceDecoder | DeviceLayers) for module in model.modules()):
+    if any(isinstance(module, DeviceLayers) for module in model.modules()):
         return "fused device layers"
     linears = [module for module in model.modules() if isinstance(module, PackedLinear | QuantizedLinear)]
     return "native linear layers" if any(layer.call is not None for layer in linears) else "PyTorch"

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specinfer.core.config import OffloadConfig
 from specinfer.model import experts
-from specinfer.model.fused import can_fuse, has_sums
-from specinfer.model.fused_experts import has_numbers
+from specinfer.model.layers.fused import can_fuse, has_sums
+from specinfer.model.layers.routing import has_numbers
 from specinfer.ops.cpu.library import library
 from specinfer.ops.quantization import BITS
 from specinfer.ops.triton import why_not_on

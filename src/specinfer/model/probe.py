@@ -17,7 +17,7 @@ from specinfer.model.definition import shared_layers
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.kv_tensors import LayerShape
-from specinfer.model.layer_check import Reference, Verdict, judge, recording
+from specinfer.model.layers.check import Reference, Verdict, judge, recording
 from specinfer.model.recurrent.layers import num_stored, stores
 from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.model.sharding.stage import check_stage, random_hidden

@@ -7,7 +7,7 @@ from torch import nn
 from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import SELF_DRAFTERS
-from specinfer.model.fused import FusedDecoder
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model, num_bytes_of
 from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.layer_stream import LayerStream

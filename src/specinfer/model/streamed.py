@@ -11,8 +11,8 @@ from torch import nn
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
 from specinfer.model.cut import Cut
-from specinfer.model.fused import FusedDecoder
-from specinfer.model.fused_layer import Layer
+from specinfer.model.layers.fused import FusedDecoder
+from specinfer.model.layers.native import NativeLayer
 from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.budget import Budget
@@ -149,7 +149,7 @@ def _attach(
 ) -> None:
     """Let the model take its layers from the stream, and check that fused layers compute what the definition does."""
     if isinstance(model, FusedDecoder):
-        model.stream = stream
+        model.stack.stream = stream
         verdict = probed.judge(model, definition.dtype, rounding_of(job, definition))
         if not verdict.is_right:
             raise ModelError(f"offload: the native layers are not those of the model, leave offload out: {verdict}")
@@ -197,11 +197,11 @@ def _convert(
     return definition, entries
 
 
-def _entries(layer: Layer, found: Callable[[Sequence[_Origin]], list[Source] | None]) -> Entries:
+def _entries(layer: NativeLayer, found: Callable[[Sequence[_Origin]], list[Source] | None]) -> Entries:
     """Return what is streamed of a fused layer; `found` returns the sources of a linear layer."""
-    origins = enumerate([*layer.origins, *layer.routers])
     entries: Entries = {
-        str(i): LinearEntry(one.call.chain, found(one.sources), interleaved=one.interleaved) for i, one in origins
+        str(i): LinearEntry(one.computed.chain, found(one.sources), interleaved=one.interleaved)
+        for i, one in enumerate([*layer.linears, *layer.routers])
     }
     for part in layer.call.parts:
         if part.experts is not None:

@@ -15,7 +15,7 @@ from specinfer.core.parallel_config import Place
 from specinfer.core.progress import ProgressCallback
 from specinfer.model.device import DTYPES, KV_CACHE_DTYPES, check_gpu, find_device
 from specinfer.model.folder import TOKEN_MAP
-from specinfer.model.fused import FusedDecoder
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassCapacity, settle, usual_budget
 from specinfer.parallel.ranks import Connections

@@ -16,7 +16,7 @@ from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.engine import Engine
 from specinfer.model.adapters.registry import Adapters
-from specinfer.model.device_decoder import DeviceDecoder
+from specinfer.model.layers.device import DeviceDecoder
 from specinfer.model.load import LoadedModel
 from specinfer.ops import AdapterSlots
 from specinfer.ops.cpu import low_rank

@@ -19,8 +19,8 @@ from specinfer.engine.device.passes import BlockPass
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.sizes import shape_of
-from specinfer.model import device_decoder
 from specinfer.model.heads import block, eagle3
+from specinfer.model.layers import device as device_decoder
 from specinfer.model.linears import quantize_linears
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner

@@ -20,12 +20,12 @@ from specinfer.engine.device.draft_program import DraftProgram
 from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
-from specinfer.model import device_decoder
 from specinfer.model.batch import Piece
 from specinfer.model.definition import load_plain
 from specinfer.model.graphs.sizes import MAX_STATES
 from specinfer.model.graphs.synchronization import SynchronizationCheck
 from specinfer.model.heads import block, eagle3
+from specinfer.model.layers import device as device_decoder
 from specinfer.model.load import load_model
 from specinfer.model.recurrent.layers import is_recurrent, state_bytes
 from specinfer.model.recurrent.short_conv import ShortConv

@@ -10,12 +10,12 @@ import torch
 
 from adapters import save_adapter
 from specinfer.core.lora import LoRAConfig, LoRARequest
-from specinfer.model import device_decoder
 from specinfer.model.adapters.registry import Adapters
 from specinfer.model.batch import Piece
-from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_cache import NO_SLOTS
+from specinfer.model.layers import device as device_decoder
+from specinfer.model.layers.device import DeviceDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import AdapterTable

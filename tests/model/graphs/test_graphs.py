@@ -28,7 +28,6 @@ from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter, l
 from specinfer.model import capacity
 from specinfer.model.batch import Piece
 from specinfer.model.capacity import plan_capacity
-from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.forward import forward
 from specinfer.model.graphs import check
 from specinfer.model.graphs.buffers import Buffers
@@ -40,6 +39,7 @@ from specinfer.model.graphs.slot_table import SlotTable
 from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.kv_tensors import KVTensors, bytes_per_slot
+from specinfer.model.layers.device import DeviceDecoder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.recurrent.layers import kept_states, num_taps
 from specinfer.model.recurrent.scan import Scan

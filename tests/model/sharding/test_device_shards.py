@@ -15,9 +15,9 @@ from specinfer.core.tree import TokenTree
 from specinfer.model.adapters.peft_folder import Pair
 from specinfer.model.adapters.sites import AdapterSites
 from specinfer.model.batch import Piece
-from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_tensors import TapShape
+from specinfer.model.layers.device import DeviceDecoder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.sharding import shard_runner
 from specinfer.model.sharding.shard_runner import ShardRunner

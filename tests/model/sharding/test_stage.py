@@ -18,8 +18,8 @@ from specinfer.core.errors import ModelError
 from specinfer.core.tree import Draw, TokenTree
 from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
-from specinfer.model.fused import FusedDecoder
 from specinfer.model.kv_tensors import KVTensors, LayerShape
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.sharding.stage import check_stage, make_stage, received
 from specinfer.model.streamed import Feeder

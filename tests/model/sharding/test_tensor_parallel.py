@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from native import native
 from specinfer.core.errors import ModelError
-from specinfer.model.fused import FusedDecoder
-from specinfer.model.layer_families import FAMILIES as FUSED
+from specinfer.model.layers.families import FAMILIES as FUSED
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.ops import choose
 from thread_group import WHOLE, Ranks, ThreadGroup, make_shards, passes

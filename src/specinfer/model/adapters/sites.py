@@ -4,7 +4,7 @@ A site is a linear layer as it is computed: some decoders compute several of a d
 take the additions with each call. The modules of other decoders get them by hooks, during passes with adapters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,12 @@ from specinfer.core.lora import LoRAConfig
 from specinfer.model.adapters.hooks import hook
 from specinfer.model.adapters.peft_folder import Pair, Shape
 from specinfer.model.cut import LinearCut
-from specinfer.model.device_decoder import DeviceDecoder
-from specinfer.model.fused import FusedDecoder
+from specinfer.model.layers.device import Decoder, DeviceLayer
+from specinfer.model.layers.native import NativeLayer
+from specinfer.model.layers.packing import together
 from specinfer.model.linears import layer_names
 from specinfer.model.load import LoadedModel
-from specinfer.model.packing import together
-from specinfer.ops import AdapterSlots, AdapterTable, LowRank
+from specinfer.ops import AdapterSlots, AdapterTable, LinearCall, LowRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +107,17 @@ def connect(loaded: LoadedModel) -> list[Site]:
     """
     sites: list[Site] = []
     model: Any = loaded.model
-    if isinstance(model, FusedDecoder | DeviceDecoder):
-        layers: Any = model.layers
-        is_fused = isinstance(model, FusedDecoder)
+    if isinstance(model, Decoder):
+        layers: Sequence[NativeLayer | DeviceLayer] = model.layers
         for i, layer in zip(loaded.layers, layers, strict=True):
-            for place, (names, shapes, call) in enumerate(
-                zip(layer.names, layer.shapes, _computed(layer), strict=True)
-            ):
-                own = f"{model.layers_name}.{i}" if is_fused else f"model.layers.{i}"
-                parts = {f"{own}.{one}": Shape(*shape) for one, shape in zip(names, shapes, strict=True)}
-                if is_fused:
-                    call.number = len(sites)
+            for linear in layer.linears:
+                names = (f"{model.layers_name}.{i}.{name}" for name in linear.names)
+                parts = {name: Shape(*shape) for name, shape in zip(names, linear.shapes, strict=True)}
+                if isinstance(linear.computed, LinearCall):
+                    linear.computed.number = len(sites)
                 else:
-                    hook(call, len(sites))
-                sites.append(Site(parts, interleaved=is_fused and layer.origins[place].interleaved))
+                    hook(linear.computed, len(sites))
+                sites.append(Site(parts, linear.interleaved))
         return sites
     inside = layer_names(model, model.config.get_text_config().num_hidden_layers)
     for name, module in model.named_modules():
@@ -132,7 +129,3 @@ def connect(loaded: LoadedModel) -> list[Site]:
     if not sites:
         raise ModelError("enable_lora: the model has no linear layers that adapters can change; leave it out")
     return sites
-
-
-def _computed(layer: Any) -> tuple[Any, ...]:
-    return layer.call.linears if hasattr(layer, "call") else (layer.qkv, layer.output, layer.gated, layer.down)

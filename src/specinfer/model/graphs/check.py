@@ -17,7 +17,7 @@ from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.model.graphs.sizes import MAX_ROWS, MAX_STATES, REQUESTS, at_least, loaded_sizes
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.kv_tensors import KVTensors
-from specinfer.model.layer_check import Verdict, Widened, judge_pass
+from specinfer.model.layers.check import Verdict, Widened, judge_pass
 from specinfer.model.load import LoadedModel
 from specinfer.model.probe import common_tokens
 from specinfer.model.recurrent.layers import largest_state_bytes

@@ -21,10 +21,11 @@ from specinfer.core.errors import ModelError
 from specinfer.model.attention import store_new
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
-from specinfer.model.device_decoder import DeviceLayers, DeviceNorm
 from specinfer.model.families import rotate
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
+from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, shapes_of
+from specinfer.model.layers.device import DeviceNorm, device_layers
+from specinfer.model.layers.native import native_layers
 from specinfer.ops import WIDTH, norm
 from specinfer.ops.layer_ops import add_norm
 from specinfer.ops.tree_layout import pack_bits
@@ -85,12 +86,12 @@ class BlockHead(FeatureHead):
 
     def fuse(self, quantization: str | None) -> bool:
         if all(layer.self_attn.q_proj.out_features % WIDTH == 0 for layer in self.layers):  # keys begin a panel
-            self.fused = fused_layers(self.layers, self.rotary, self._config, quantization)
+            self.fused = native_layers(self.layers, self.rotary, self._config, quantization)
         self._last_norm = self.norm.weight.float()
         return self.fused is not None
 
     def fuse_on_device(self, max_position: int) -> bool:
-        self.on_device = DeviceLayers.of(self.layers, self.rotary, self._config, max_position)
+        self.on_device = device_layers(self.layers, self.rotary, self._config, max_position)
         if self.on_device is not None:
             self.hidden_norm = DeviceNorm(self.hidden_norm)
         return self.on_device is not None

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
-from specinfer.model.device_decoder import DeviceLayers
-from specinfer.model.fused_layers import FusedLayers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
+from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, shapes_of
 from specinfer.model.kv_tensors import KVTensors
+from specinfer.model.layers.device import DeviceLayers, device_layers
+from specinfer.model.layers.native import NativeLayers, native_layers
 from specinfer.ops import norm
 from specinfer.ops.cpu.draft import FeatureParts
 from specinfer.ops.layer_ops import add_norm
@@ -96,12 +96,12 @@ class Eagle3Head(FeatureHead):
         self.dialect, self.reads = dialect, dialect.reads
 
     def fuse(self, quantization: str | None) -> bool:
-        self.fused = fused_layers(self.layers, self.rotary, self._config, quantization)
+        self.fused = native_layers(self.layers, self.rotary, self._config, quantization)
         self._norms = [one.weight.float() for one in (self.hidden_norm, self.norm)]
         return self.fused is not None
 
     def fuse_on_device(self, max_position: int) -> bool:
-        self.on_device = DeviceLayers.of(self.layers, self.rotary, self._config, max_position)
+        self.on_device = device_layers(self.layers, self.rotary, self._config, max_position)
         return self.on_device is not None
 
     @property
@@ -143,7 +143,7 @@ class Eagle3Head(FeatureHead):
         self.store(batch, output[0])
         return self.asked_logits(batch, last[0])
 
-    def _forward_fused(self, fused: FusedLayers, batch: ForwardBatch, features: Tensor) -> Tensor:
+    def _forward_fused(self, fused: NativeLayers, batch: ForwardBatch, features: Tensor) -> Tensor:
         """Return what `forward` does; all numbers between products are float32."""
         hidden_norm, last_norm = self._norms
         hidden = features.to(torch.float32, copy=True)  # becomes the output

@@ -8,16 +8,14 @@ from torch.nn import functional
 
 from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.device_decoder import DeviceDecoder, DeviceLayers
-from specinfer.model.fused import FusedDecoder
-from specinfer.model.fused_layer import can_fuse_layers
-from specinfer.model.fused_layers import FusedLayers
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.kv_tensors import KVTensors, LayerShape, put_rows
+from specinfer.model.layers.device import DeviceDecoder, DeviceLayers
+from specinfer.model.layers.fused import FusedDecoder
+from specinfer.model.layers.native import NativeLayers
 from specinfer.model.linears import output_head
 from specinfer.ops import LinearCall, PackedLinear, QuantizedEmbedding, QuantizedLinear, norm
 from specinfer.ops.cpu.draft import DecoderParts, FeatureParts
-from specinfer.ops.quantization import BITS
 
 
 class TargetShape(NamedTuple):
@@ -139,7 +137,7 @@ class FeatureHead(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fused: FusedLayers | None = None  # its decoder layers, if they are computed natively
+        self.fused: NativeLayers | None = None  # its decoder layers, if they are computed natively
         self.on_device: DeviceLayers | None = None  # the same, if they are computed with few launches on a GPU
 
     @property
@@ -183,8 +181,10 @@ class FeatureHead(nn.Module):
         if self.fused is None or inputs is None or ends is None:
             return None
         (features, last_norm), (table, head) = inputs, ends
-        layers = self.fused.in_one_call(store, positions)
-        return layers and DecoderParts(*layers, table, 1.0, last_norm, self.eps, head, features=features)
+        if (floats := self.fused.scratch_floats(1)) is None:
+            return None
+        layers = self.fused.call_on(store, positions)
+        return DecoderParts(layers, floats, table, 1.0, last_norm, self.eps, head, features=features)
 
     def native_inputs(self, store: KVTensors) -> tuple[FeatureParts, Tensor | None] | None:
         """Return how native code reads features, and the weight of the norm before the output head, if there is one.
@@ -257,13 +257,6 @@ class FeatureHead(nn.Module):
     def store(batch: ForwardBatch, features: Tensor) -> None:
         """Store [tokens, width] features that the next level reads."""
         put_rows(batch.store.taps[0], batch.slots, features)
-
-
-def fused_layers(layers: nn.ModuleList, rotary: nn.Module, config: Any, quantization: str | None) -> FusedLayers | None:
-    """Take the layers apart to compute them natively; None, with the layers untouched, where that is not possible."""
-    if quantization not in (None, *BITS) or not can_fuse_layers(layers, config):
-        return None
-    return FusedLayers(layers, rotary, config, quantization)
 
 
 def shapes_of(trunk: Any) -> tuple[LayerShape, ...]:

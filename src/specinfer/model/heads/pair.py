@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk, precise_names
-from specinfer.model.device_decoder import DeviceLayers, DeviceNorm
-from specinfer.model.fused_layer import norm_weight
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, fused_layers, shapes_of
+from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, shapes_of
 from specinfer.model.kv_tensors import KVTensors
-from specinfer.model.layer_families import kind_of
+from specinfer.model.layers.device import DeviceNorm, device_layers
+from specinfer.model.layers.families import kind_of
+from specinfer.model.layers.native import native_layers
 from specinfer.ops.cpu.draft import FeatureParts
 from specinfer.ops.plain_layer import sum_parts
 
@@ -75,12 +75,12 @@ class PairHead(FeatureHead):
         self._norms: list[Tensor | None] | None = None  # of embedding, feature and output, for native code
 
     def fuse(self, quantization: str | None) -> bool:
-        self.fused = fused_layers(self.layers, self.rotary, self._config, quantization)
+        self.fused = native_layers(self.layers, self.rotary, self._config, quantization)
         norms = (self.embedding_norm, self.feature_norm, self.output_norm)
         if self.fused is not None and all(type(norm) in (self.norm_class, nn.Identity) for norm in norms):
             kind = kind_of(self._config)
             assert kind is not None
-            self._norms = [None if isinstance(norm, nn.Identity) else norm_weight(norm, kind) for norm in norms]
+            self._norms = [None if isinstance(norm, nn.Identity) else kind.norm_weight(norm) for norm in norms]
         return self.fused is not None
 
     def native_inputs(self, store: KVTensors) -> tuple[FeatureParts, Tensor | None] | None:
@@ -95,7 +95,7 @@ class PairHead(FeatureHead):
         return features, output_norm
 
     def fuse_on_device(self, max_position: int) -> bool:
-        self.on_device = DeviceLayers.of(self.layers, self.rotary, self._config, max_position)
+        self.on_device = device_layers(self.layers, self.rotary, self._config, max_position)
         if self.on_device is None:
             return False
         for name in ("embedding_norm", "feature_norm", "output_norm"):

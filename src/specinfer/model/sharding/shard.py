@@ -5,8 +5,7 @@ from typing import Any
 from torch import nn
 
 from specinfer.core.errors import ModelError
-from specinfer.model.device_decoder import DeviceDecoder
-from specinfer.model.fused import FusedDecoder
+from specinfer.model.layers.device import Decoder
 from specinfer.model.recurrent.layers import check_stages
 from specinfer.model.sharding.split_plan import Heads
 from specinfer.model.sharding.stage import make_stage
@@ -58,7 +57,7 @@ def shard_model(
 
 def connect_shards(model: nn.Module, sums: list[str], shard: ShardSpec) -> None:
     """Make passes of the model exchange results with the other ranks of its tensor group from now on."""
-    if isinstance(model, FusedDecoder | DeviceDecoder):
+    if isinstance(model, Decoder):
         model.connect(shard.tensor, sums)
     elif sums:
         sum_over_ranks(model, sums, shard.tensor)

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.device_decoder import DeviceDecoder
 from specinfer.model.forward import forward
-from specinfer.model.fused import FusedDecoder
+from specinfer.model.layers.device import Decoder
 from specinfer.model.linears import layer_lists, output_head
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, End, Placeholder
 
@@ -57,8 +56,8 @@ def received(model: nn.Module, num_tokens: int, dtype: torch.dtype, device: torc
     Args:
         dtype: The model's type.
     """
-    if isinstance(model, FusedDecoder | DeviceDecoder):
-        width, dtype = model.width, torch.float32 if isinstance(model, FusedDecoder) else dtype
+    if isinstance(model, Decoder):
+        width, dtype = model.width, model.hidden_dtype(dtype)
     else:
         config: Any = model.config
         width = config.get_text_config().hidden_size

@@ -6,10 +6,8 @@ from typing import Self
 from torch import Tensor
 
 from specinfer.ops.cpu.attention import NativePieces, norm
-from specinfer.ops.cpu.layer_part import Adds, Attends, LayerPass, Mixer, Opens, PartCall, Places, Sum, run_parts
-from specinfer.ops.cpu.linear_call import Ending, LinearCall
+from specinfer.ops.cpu.layer_part import LayerPass, Mixer, PartCall, Places, Sum, run_parts
 from specinfer.ops.cpu.low_rank import AdapterRuns
-from specinfer.ops.cpu.recurrent_layer import RecurrentParts
 
 
 class LayerCall:
@@ -28,27 +26,6 @@ class LayerCall:
         self.scan_floats = max(part.scan_floats for part in parts)
         self._max_rows = min(part.max_rows for part in parts)
         self._scratch_floats = max(part.scratch_floats for part in parts)
-
-    @classmethod
-    def paired(
-        cls,
-        linears: tuple[LinearCall, LinearCall, LinearCall, LinearCall],
-        norms: tuple[Tensor, Tensor],
-        eps: float,
-        *,
-        post_norms: tuple[Tensor | None, Tensor | None] = (None, None),
-        gate: Ending = Ending.GATED,
-        recurrent: RecurrentParts | None = None,
-    ) -> Self:
-        """Return a layer of Llama's shape: attention, or a recurrence, then a gated MLP.
-
-        Args:
-            linears: Queries, keys and values together, or what a recurrence reads; the output of either; alternating
-                gates and values; the MLP's output.
-        """
-        adds = [Adds(one) for one in post_norms]
-        mixing = PartCall(linears[:2], recurrent or Attends(), norms[0], eps, adds=adds[0])
-        return cls((mixing, PartCall(linears[2:], Opens(ending=gate), norms[1], eps, adds=adds[1])))
 
     def __deepcopy__(self, memo: object) -> Self:
         return self

@@ -6,24 +6,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from specinfer.model.cut import Cut
 from specinfer.ops import LinearCall, Panels, QuantizedLinear, QuantizedWeight, choose, quantize
 from specinfer.ops.quantization import Bits
 from specinfer.ops.scales import WIDTH
 
 GATES_OF_PANEL = 16  # as many values follow them
 _ROWS_AT_ONCE = 1024  # rows of a weight checked at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The checkpoint tensors that a linear layer is made of, see `call_of`; None for an unknown one."""
-
-    call: LinearCall
-    sources: tuple[tuple[str, Cut | None] | None, ...]
-    interleaved: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +37,7 @@ def runs_of(parts: Sequence[Any]) -> list[list[Any]]:
     return [*([one] for one in parts[:first]), list(parts[first:])]
 
 
-def call_of(parts: list[nn.Linear], packing: Packing, *, interleaved: bool = False) -> LinearCall:
+def call_of(parts: Sequence[Any], packing: Packing, *, interleaved: bool = False) -> LinearCall:
     """Return a call with the outputs of all layers, concatenated or, if interleaved, in alternating blocks of 16."""
 
     if any(isinstance(part, QuantizedLinear) for part in parts):

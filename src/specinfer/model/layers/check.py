@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from specinfer.model.batch import ForwardBatch, Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_tensors import KVTensors, LayerShape
-from specinfer.model.layer_families import trunk_of
+from specinfer.model.layers.families import trunk_of
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
 from specinfer.model.sharding.stage import received
 from specinfer.ops.quantization import BITS

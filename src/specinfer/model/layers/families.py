@@ -1,9 +1,9 @@
-"""The structure of each family's decoder layers, see `layer_kind.py`."""
+"""The structure of each family's decoder layers, see `plan.py`."""
 
 from dataclasses import replace
 from typing import Any
 
-from specinfer.model.layer_kind import LayerKind, PartKind
+from specinfer.model.layers.plan import LayerKind, PartKind
 
 
 def _under(module: str, *names: str) -> tuple[str, ...]:
@@ -192,18 +192,6 @@ def kind_of(config: Any) -> LayerKind | None:
     if not all(one.get("rope_type", "default") in _ROTATIONS for one in rotations):
         return None
     return kind if config is outer else replace(kind, trunk=f"{kind.trunk}.language_model")
-
-
-def activation_of(config: Any) -> str:
-    """Return the name of the activation of an MLP's gates."""
-    names = ("hidden_activation", "mlp_hidden_act", "hidden_act")
-    return str(next((found for name in names if (found := getattr(config, name, None))), "silu"))  # LFM2 has no other
-
-
-def eps_of(config: Any) -> float:
-    """Return the epsilon of a model's norms."""
-    config = config.get_text_config()
-    return float(getattr(config, FAMILIES[config.model_type].eps))
 
 
 def trunk_of(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Routed experts of fused layers: stacks of matrices, each packed for the native kernels, or their codes."""
+"""Routed experts of native layers: how routers choose, and stacks of matrices, packed for native code, or codes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specinfer.model.layer_kind import PartKind, find
+from specinfer.model.layers.plan import LayerPlan, PartPlan, find
 from specinfer.model.quantized_experts import QuantizedExperts
 from specinfer.ops import (
     Ending,
@@ -87,21 +87,21 @@ def has_numbers(model: nn.Module) -> bool:
     return any(isinstance(module._parameters.get("down_proj"), nn.Parameter) for module in model.modules())
 
 
-def can_fuse_experts(layer: Any, part: PartKind, activation: str) -> bool:
+def can_fuse_experts(plan: LayerPlan, part: PartPlan) -> bool:
     """Return whether the experts of a layer are stacks of numbers that native kernels multiply, or codes."""
-    experts, block = find(layer, part.second), find(layer, part.module)
-    is_latent = not isinstance(getattr(block, "fc1_latent_proj", nn.Identity()), nn.Identity)
-    opening = _opening(experts, activation)
+    experts = find(plan.layer, part.kind.second)
+    is_latent = not isinstance(getattr(part.module, "fc1_latent_proj", nn.Identity()), nn.Identity)
+    opening = _opening(experts, plan.activation)
     weight = getattr(experts, "down_proj", None)
     is_packed = isinstance(weight, nn.Parameter) and packs_type(weight.dtype)
-    is_known = type(_router_of(layer, part)).__name__ in _ROUTINGS
+    is_known = type(_router_of(plan, part)).__name__ in _ROUTINGS
     return is_known and not is_latent and opening is not None and (is_packed or isinstance(experts, QuantizedExperts))
 
 
-def _router_of(layer: Any, part: PartKind) -> Any:
+def _router_of(plan: LayerPlan, part: PartPlan) -> Any:
     """Return the module that chooses experts, which has the weight, or a linear layer that has it."""
-    found = find(layer, part.first[0])
-    return find(layer, part.module) if isinstance(found, nn.Linear) else found
+    router = find(plan.layer, part.kind.first[0])
+    return part.module if isinstance(router, nn.Linear) else router
 
 
 def _opening(experts: Any, activation: str) -> Opening | None:
@@ -112,9 +112,7 @@ def _opening(experts: Any, activation: str) -> Opening | None:
     return (HALVES if hasattr(experts, "gate_up_proj") else UNGATED).get(activation)
 
 
-def experts_of(
-    layer: Any, part: PartKind, activation: str, factor: float, bits: Bits | None = None
-) -> tuple[LinearCall, ExpertsCall]:
+def experts_of(plan: LayerPlan, part: PartPlan, bits: Bits | None = None) -> tuple[LinearCall, ExpertsCall]:
     """Return the router and the experts of a layer.
 
     The router multiplies in float32: a small error would choose another expert.
@@ -122,18 +120,18 @@ def experts_of(
     Args:
         bits: What the matrices of experts are rounded to, or None to keep them.
     """
-    router, experts = _router_of(layer, part), find(layer, part.second)
-    weight = find(layer, part.first[0]).weight.detach()
-    opening, routing = _opening(experts, activation), _ROUTINGS[type(router).__name__](router, find(layer, part.module))
+    router, experts = _router_of(plan, part), find(plan.layer, part.kind.second)
+    weight = find(plan.layer, part.kind.first[0]).weight.detach()
+    opening, routing = _opening(experts, plan.activation), _ROUTINGS[type(router).__name__](router, part.module)
     assert opening is not None
-    scaled = replace(routing, factor=routing.factor * factor)
+    routing = replace(routing, factor=routing.factor * part.factor)
     if isinstance(experts, QuantizedExperts):
         assert experts.ending is not None
-        call = ExpertsCall(experts.pairs, scaled, opening, experts.ending)
+        call = ExpertsCall(experts.pairs, routing, opening, experts.ending)
     else:
         first = experts.gate_up_proj if hasattr(experts, "gate_up_proj") else experts.up_proj
-        pairs = [(_call(one, bits), _call(other, bits)) for one, other in zip(first, experts.down_proj, strict=True)]
-        call = ExpertsCall(pairs, scaled, opening)
+        pairs = [(_call(one, bits), _call(down, bits)) for one, down in zip(first, experts.down_proj, strict=True)]
+        call = ExpertsCall(pairs, routing, opening)
     return LinearCall(Panels.of(weight, None), dots=False), call
 
 

@@ -1,36 +1,28 @@
-"""Decoders whose layers are of a kind in `layer_kind.py`, computed in one native call.
+"""Decoders whose layers are of a kind in `families.py`, computed in one native call on CPUs.
 
-Products with the same input are computed together (queries, keys and values; gates and values). Hidden states stay
-float32 from layer to layer. Models of other kinds run as transformers defines them.
+Models of other kinds run as transformers defines them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from specinfer.model.batch import ForwardBatch, KVStore
-from specinfer.model.fused_layer import Layer, can_fuse_layers, norm_weight, taken_apart
-from specinfer.model.fused_layers import call_of_layers, scratch_floats
-from specinfer.model.layer_families import eps_of, kind_of, trunk_of
-from specinfer.model.layer_inputs import can_take_inputs, inputs_of
+from specinfer.model.layers.families import kind_of, trunk_of
+from specinfer.model.layers.native import NativeLayer, NativeLayers, Watch, can_fuse_layers
+from specinfer.model.layers.packing import Packing, call_of
+from specinfer.model.layers.plan import eps_of, taken_apart
 from specinfer.model.linears import HEAD_BITS
-from specinfer.model.offload.layer_stream import LayerStream
-from specinfer.model.packing import Packing, call_of
-from specinfer.model.recurrent.scan import Scan
-from specinfer.model.rotations import Rotations
 from specinfer.model.sharding.placeholder import EmbeddingPlaceholder, Placeholder
-from specinfer.ops import LayersCall, LinearCall, QuantizedEmbedding, norm, packs_type
+from specinfer.ops import LayerInputsCall, LinearCall, QuantizedEmbedding, norm, packs_type
 from specinfer.ops.cpu.draft import DecoderParts
 from specinfer.ops.quantization import BITS
-from specinfer.parallel.group import Alone, Group
+from specinfer.parallel.group import Group
 
-# Callback with the number of computed layers and the hidden states after them, which it may modify.
-Watch = Callable[[int, Tensor], None]
-_HEAD_STATES = 3  # hidden states kept where the head begins: all, those of the logit rows, and these normed
+_HEAD_STATES = 3  # hidden states stored where the head begins: all, those of the logit rows, and these normed
 
 
 class FusedDecoder(nn.Module):
@@ -49,30 +41,27 @@ class FusedDecoder(nn.Module):
         trunk = trunk_of(model)
         self.width = int(config.hidden_size)
         self._numbers = [i for i, layer in enumerate(trunk.layers) if not isinstance(layer, Placeholder)]
-        parts = (layer for layer in taken_apart(trunk.layers) if not isinstance(layer, Placeholder))
-        self.layers = [Layer(layer, kind, config, packing) for layer in parts]
-        self.recurrent = nn.ModuleList(layer.recurrent for layer in self.layers if layer.recurrent is not None)
-        taps = {one.recurrence.convolution.num_taps for one in self.layers if one.recurrence is not None}
-        assert len(taps) <= 1
-        self._taps = max(taps, default=0)
-        self.stream: LayerStream | None = None  # brings in the layers, if they are not in memory
+        layers = (layer for layer in taken_apart(trunk.layers) if not isinstance(layer, Placeholder))
+        self.stack = NativeLayers(layers, getattr(trunk, kind.rotary, None), kind, config, packing)
         embedding = getattr(trunk, kind.embedding)
         self.is_first = not isinstance(embedding, EmbeddingPlaceholder)
-        self.layers_name = f"{kind.trunk}.layers"
+        self.layers_name, eps = f"{kind.trunk}.layers", eps_of(config, kind)
         self.head = None
         if not isinstance(model.lm_head, Placeholder):
-            last_norm = norm_weight(getattr(trunk, kind.last_norm), kind) * kind.head_scale(config)
-            self.head = _Head(last_norm, eps_of(config), model.lm_head, packing, kind.cap_of(config))
+            last_norm = kind.norm_weight(getattr(trunk, kind.last_norm)) * kind.head_scale(config)
+            cap = None if kind.head_cap is None else getattr(config, kind.head_cap)
+            self.head = _Head(last_norm, eps, model.lm_head, packing, cap)
         self.embedding: Tensor | QuantizedEmbedding | None = None
         self.embedding_scale = 1.0
         if self.is_first:
             self._take_embedding(embedding, model.lm_head, packing)
             if kind.embedding_factor is not None:
                 self.embedding_scale = float(getattr(config, kind.embedding_factor))
-        self.layer_inputs = inputs_of(trunk, config, eps_of(config), packing)
-        self.group: Group = Alone()  # the ranks with shards of the same layers
-        self._rotations = Rotations(getattr(trunk, kind.rotary, None))
-        self._calls: WeakKeyDictionary[KVStore, LayersCall] = WeakKeyDictionary()
+        self.layer_inputs = _layer_inputs(trunk, config, eps, packing)
+
+    @property
+    def layers(self) -> list[NativeLayer]:
+        return self.stack.layers
 
     def _take_embedding(self, embedding: Any, head: Any, packing: Packing) -> None:
         dtype = embedding.dtype if isinstance(embedding, QuantizedEmbedding) else embedding.weight.dtype
@@ -88,12 +77,7 @@ class FusedDecoder(nn.Module):
             # A view of a mapped file would keep all of it resident.
             self.embedding = weight if weight.untyped_storage().resizable() else weight.clone()
 
-    def forward(
-        self,
-        batch: ForwardBatch,
-        hidden: Tensor | None = None,
-        watch: Watch | None = None,
-    ) -> Tensor:
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None = None, watch: Watch | None = None) -> Tensor:
         """Return [rows, vocab] float32 logits of the tokens that the batch asks for, or hidden states without a head.
 
         Args:
@@ -106,78 +90,23 @@ class FusedDecoder(nn.Module):
         if self.layer_inputs is not None:
             assert batch.native is not None
             batch.native.give(self.layer_inputs(batch.token_ids, hidden))
-        hidden = self._computed(batch, hidden, watch)
+        hidden = self.stack(batch, hidden, watch=watch)
         if self.head is None:
             return hidden
         rows = batch.logit_rows
         return self.head(hidden if rows.shape[0] == hidden.shape[0] else hidden.index_select(0, rows))
 
-    def _computed(self, batch: ForwardBatch, hidden: Tensor, watch: Watch | None) -> Tensor:
-        """Run the layers on `hidden` in place, and return it: [tokens, width]."""
-        pieces = batch.native
-        assert pieces is not None
-        positions = int(batch.positions.max()) + 1
-        sum_over_ranks = self.group.all_reduce if self.group.size > 1 else None
-        known = self._scratch_floats(hidden.shape[0]) if sum_over_ranks is None else None
-        scan = self._scan(batch)
-        if scan is not None:
-            pieces.follow(scan.native, scan.paths(self._taps))
-        scratch = None  # not allocated for each layer
-        if known is not None:
-            scratch = torch.empty(hidden.shape[0] * known + pieces.num_scanned * self._scan_floats)
-        if scratch is not None and watch is None and self.stream is None:
-            self._in_one_call(batch.store, positions)(pieces, hidden, scratch, batch.adapters)
-            self._wrote(scan)
-            return hidden
-        if watch is not None:
-            watch(0, hidden)
-        for i, layer in enumerate(self.layers):
-            if self.stream is not None:
-                self.stream.acquire(i)
-            table = self._rotations.table(layer.rotation, positions)
-            layer.call(
-                layer.mixers(batch.store, i, table), pieces, *table, hidden, scratch, sum_over_ranks, batch.adapters
-            )
-            if self.stream is not None:
-                self.stream.release(i)
-            if watch is not None:
-                watch(i + 1, hidden)
-        self._wrote(scan)
-        return hidden
-
-    def _scan(self, batch: ForwardBatch) -> Scan | None:
-        """Return the scan of layers without attention, or None if there are none."""
-        if not self._taps:
-            return None
-        if not any(one.recurrence is not None and one.recurrence.recurrence is not None for one in self.layers):
-            return Scan(batch.pieces, batch.store.states, batch.slots.device, recomputes=False)
-        assert isinstance(batch.scan, Scan)
-        return batch.scan
-
-    def _wrote(self, scan: Scan | None) -> None:
-        """Record that the states of all layers are written."""
-        for layer in self.layers:
-            if scan is not None and layer.recurrent is not None:
-                scan.wrote(layer.recurrent.layer_idx)
-
-    def _in_one_call(self, store: KVStore, positions: int) -> LayersCall:
-        """Return the call of all layers on a store, made anew when tables have become longer."""
-        tables = [self._rotations.table(layer.rotation, positions) for layer in self.layers]
-        calls = self._calls.get(store)
-        if calls is None or not calls.has_tables(tables):
-            calls = self._calls[store] = call_of_layers(self.layers, store, tables)
-        return calls
-
     def parts(self, store: KVStore, positions: int) -> DecoderParts | None:
         """Return the native calls of a whole pass for positions up to a number, or None if it has other parts."""
-        embedding, floats = self.table, self._scratch_floats(1)
-        if self.head is None or floats is None or self.stream is not None or self.group.size > 1 or embedding is None:
+        stack, embedding, head = self.stack, self.table, self.head
+        floats = stack.scratch_floats(1)
+        if head is None or floats is None or stack.stream is not None or stack.group.size > 1 or embedding is None:
             return None
-        if self._taps or store.taps:  # a level of a draft has no scan, and stores no hidden states
+        if stack.num_taps or store.taps:  # a level of a draft has no scan, and stores no hidden states
             return None
-        layers, head = self._in_one_call(store, positions), self.head
         return DecoderParts(
-            layers, floats, embedding, self.embedding_scale, head.norm, head.eps, head.call, self.layer_inputs, head.cap
+            stack.call_on(store, positions), floats, embedding, self.embedding_scale, head.norm, head.eps, head.call,
+            self.layer_inputs, head.cap,
         )  # fmt: skip
 
     def connect(self, group: Group, sums: Sequence[str]) -> None:
@@ -186,7 +115,7 @@ class FusedDecoder(nn.Module):
         Args:
             sums: Names of the definition's modules whose results are added up.
         """
-        self.group = group
+        self.stack.group = group
         for number, layer in zip(self._numbers, self.layers, strict=True):
             for kind, part in zip(layer.kinds, layer.call.parts, strict=True):
                 part.is_split = f"{self.layers_name}.{number}.{kind.second}" in sums
@@ -213,27 +142,22 @@ class FusedDecoder(nn.Module):
         rows = self.embedded(token_ids)
         return rows if self.embedding_scale == 1.0 else rows.mul_(self.embedding_scale)
 
+    def hidden_dtype(self, _dtype: torch.dtype) -> torch.dtype:
+        """Return the type of hidden states between stages, of a model of another type."""
+        return torch.float32
+
     def floats_per_token(self, tokens: int) -> int | None:
-        """Return the floats that a pass over `tokens` tokens keeps in memory per token, or None if it is unknown."""
-        known, hidden = self._scratch_floats(tokens), self.width
+        """Return the floats that a pass over `tokens` tokens stores per token, or None if it is unknown."""
+        known, hidden = self.stack.scratch_floats(tokens), self.width
         if known is None:
             return None
         given = 0 if self.layer_inputs is None else self.layer_inputs.floats_per_token
-        return given + max(hidden + known + self._scan_floats, _HEAD_STATES * hidden)
-
-    @property
-    def _scan_floats(self) -> int:
-        return max(layer.call.scan_floats for layer in self.layers)
-
-    def _scratch_floats(self, tokens: int) -> int | None:
-        """Return the same for a layer, without the hidden states."""
-        return scratch_floats(self.layers, tokens)
+        return given + max(hidden + known + self.stack.scan_floats, _HEAD_STATES * hidden)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights, which are not parameters of this module."""
-        heads = [] if self.head is None else [self.head.call]
-        calls = [*heads, *(call for layer in self.layers for call in layer.call.calls)]
+        calls = [*([] if self.head is None else [self.head.call]), *self.stack.linear_calls]
         if isinstance(self.embedding, QuantizedEmbedding) and self.embedding.call is not None:
             calls.append(self.embedding.call)
         embedding = int(self.embedding.nbytes) if isinstance(self.embedding, Tensor) else 0
@@ -258,6 +182,31 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
+def _has_layer_inputs(config: Any) -> bool:
+    """Return whether layers read inputs in addition to hidden states, as those of Gemma 4 do."""
+    return bool(getattr(config, "hidden_size_per_layer_input", None))
+
+
+def _layer_inputs(trunk: Any, config: Any, eps: float, packing: Packing) -> LayerInputsCall | None:
+    """Return the call that computes the inputs of all layers, or None if they read hidden states alone.
+
+    What is outside of layers is not rounded.
+    """
+    if not _has_layer_inputs(config):
+        return None
+    table, mean = trunk.embed_tokens_per_layer, float(trunk.per_layer_input_scale)  # of the rows and the projection
+    is_quantized = isinstance(table, QuantizedEmbedding)
+    dtype = table.dtype if is_quantized else table.weight.dtype
+    return LayerInputsCall(
+        table.call if is_quantized else table.weight.detach(),
+        float(table.embed_scale.to(dtype)) * mean,  # rounded as transformers does
+        call_of([trunk.per_layer_model_projection], replace(packing, bits=None)),
+        trunk.per_layer_projection_norm.weight.detach().float() * mean,
+        # The definition multiplies what it norms by this number first.
+        eps / float(trunk.per_layer_model_projection_scale) ** 2,
+    )
+
+
 def has_sums(model: Any) -> bool:
     """Return whether layers have parts whose results are normed and added up before they are added."""
     kind = kind_of(model.config)
@@ -268,12 +217,16 @@ def has_sums(model: Any) -> bool:
 
 def can_fuse(model: Any) -> bool:
     """Return whether the model's layers are of a known kind, and native kernels run it faster on a CPU."""
-    if kind_of(model.config) is None:
+    if (kind := kind_of(model.config)) is None:
         return False
     trunk, config = trunk_of(model), model.config.get_text_config()
+    if _has_layer_inputs(config):
+        table = trunk.embed_tokens_per_layer
+        if isinstance(table, EmbeddingPlaceholder):
+            return False
+        if not (table.call is not None if isinstance(table, QuantizedEmbedding) else packs_type(table.weight.dtype)):
+            return False
     linears = [one for one in (*trunk.modules(), *model.lm_head.modules()) if isinstance(one, nn.Linear)]
-    return (
-        can_take_inputs(trunk, config)
-        and can_fuse_layers(trunk.layers, config)
-        and all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears)
+    return can_fuse_layers(trunk.layers, kind, config) and all(
+        type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears
     )
