@@ -25,6 +25,7 @@ from specinfer.bench.options import KINDS
 from specinfer.cli.app import app
 from specinfer.cli.chat import Chat, LocalPartner
 from specinfer.cli.errors import UsageError
+from specinfer.cli.sampling_options import SamplingOptions
 from specinfer.cli.screen import Screen, stats_line
 from specinfer.cli.stretches import Painter, WordWrap
 from specinfer.cli.terminal import read_input
@@ -595,7 +596,7 @@ def test_an_interrupt_ends_one_answer_of_a_chat(
         screen = Screen()
         whole = screen.stream(llm, "the", params, stoppable=True)
         assert whole.output is not None
-        talk = Chat(LocalPartner(llm, screen, params), screen, None)
+        talk = Chat(LocalPartner(llm, "demo", screen, SamplingOptions(), params), screen, None)
         with monkeypatch.context() as patch:
             _interrupt(patch, 9)
             stopped = screen.stream(llm, "the", params, stoppable=True)

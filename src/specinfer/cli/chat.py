@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from specinfer.cli.sampling_options import SamplingOptions
 from specinfer.cli.screen import Answer, Screen
 from specinfer.core.errors import RequestError
 
@@ -14,22 +15,21 @@ if TYPE_CHECKING:  # importing these imports torch, which takes seconds
 
 
 class Partner(Protocol):
-    """The model that answers: in this process, or behind a server."""
+    """The model that answers: in this process, or behind a server.
+
+    All methods raise a `RequestError` for what the model cannot do.
+    """
 
     def check(self, messages: "Sequence[Message]") -> None:
-        """Check before anything is typed that the model can answer.
-
-        Raises:
-            RequestError: There is no chat template, or it does not accept these messages.
-        """
+        """Check before anything is typed that the model has a chat template which accepts these messages."""
         ...
 
     def answer(self, messages: "Sequence[Message]", *, stoppable: bool) -> Answer:
-        """Generate and show an answer.
+        """Generate and show the next message of a conversation."""
+        ...
 
-        Raises:
-            RequestError: The conversation cannot be answered.
-        """
+    def complete(self, prompt: str, *, stoppable: bool) -> Answer:
+        """Generate and show a completion."""
         ...
 
 
@@ -38,7 +38,9 @@ class LocalPartner:
     """A model in this process."""
 
     llm: "LLM"
+    model: str
     screen: Screen
+    sampling: SamplingOptions
     params: "SamplingParams"
 
     def check(self, messages: "Sequence[Message]") -> None:
@@ -46,6 +48,11 @@ class LocalPartner:
 
     def answer(self, messages: "Sequence[Message]", *, stoppable: bool) -> Answer:
         return self.screen.stream(self.llm, self.llm.chat_prompt(messages), self.params, stoppable=stoppable)
+
+    def complete(self, prompt: str, *, stoppable: bool) -> Answer:
+        return self.screen.stream(
+            self.llm, prompt, self.sampling.fit(self.params, self.llm, prompt), stoppable=stoppable
+        )
 
 
 class Chat:

@@ -37,7 +37,7 @@ class RemoteOptions:
     )
     api_key: str | None = setting(None, "Server", "API key of the server.", metavar="KEY", variable=KEY_VARIABLE)
 
-    def connect(self, engine: EngineOptions, argument: str | None, screen: Screen) -> "Server":
+    def connect(self, engine: EngineOptions, argument: str | None, screen: Screen, params: SamplingParams) -> "Server":
         """Return the server after finding its model.
 
         Raises:
@@ -57,7 +57,7 @@ class RemoteOptions:
             extra["speculative"] = {"tree": given["tree"]}
         if given.get("seed"):
             extra["seed"] = given["seed"]
-        server = Server(server_url(self.url), self.api_key, screen, extra)
+        server = Server(server_url(self.url), self.api_key, screen, fields_of(params) | extra)
         try:
             server.find_model(argument or given.get("model"))
         except RequestError as error:
@@ -66,14 +66,14 @@ class RemoteOptions:
 
 
 class Server:
-    """One model behind a server; each request uses its own connection.
+    """A partner behind a server: one of its models. Each request uses its own connection.
 
     Args:
-        extra: Fields of every request in addition to those of `SamplingParams`.
+        fields: Fields of every request.
     """
 
-    def __init__(self, url: str, api_key: str | None, screen: Screen, extra: Mapping[str, Any]) -> None:
-        self._url, self._api_key, self._screen, self._extra = url, api_key, screen, extra
+    def __init__(self, url: str, api_key: str | None, screen: Screen, fields: Mapping[str, Any]) -> None:
+        self._url, self._api_key, self._screen, self._fields = url, api_key, screen, fields
         self.model = ""
 
     def find_model(self, name: str | None) -> None:
@@ -95,21 +95,18 @@ class Server:
             raise RequestError(f"model: the server has {', '.join(names) or 'none'}, not {name or 'one'}")
         self.model = name or names[0]
 
-    def complete(self, prompt: str, params: SamplingParams, *, stoppable: bool) -> Answer:
-        """Request and show a completion.
+    def check(self, messages: "Sequence[Message]") -> None:
+        pass  # the first answer has the error
 
-        Raises:
-            RequestError: The server refused the request, or failed.
-        """
-        return self._show("/v1/completions", {"prompt": prompt}, params, stoppable=stoppable)
-
-    def answer(self, messages: "Sequence[Message]", params: SamplingParams, *, stoppable: bool) -> Answer:
-        """Request and show the next message of a conversation; errors are those of `complete`."""
+    def answer(self, messages: "Sequence[Message]", *, stoppable: bool) -> Answer:
         body = {"messages": [dict(message) for message in messages]}
-        return self._show("/v1/chat/completions", body, params, stoppable=stoppable)
+        return self._show("/v1/chat/completions", body, stoppable=stoppable)
 
-    def _show(self, path: str, body: dict[str, Any], params: SamplingParams, *, stoppable: bool) -> Answer:
-        body |= {"model": self.model, "stream": True, **fields_of(params), **self._extra}
+    def complete(self, prompt: str, *, stoppable: bool) -> Answer:
+        return self._show("/v1/completions", {"prompt": prompt}, stoppable=stoppable)
+
+    def _show(self, path: str, body: dict[str, Any], *, stoppable: bool) -> Answer:
+        body |= {"model": self.model, "stream": True, **self._fields}
         if self._screen.stats:
             body["stream_options"] = {"include_usage": True}
         if self._screen.paints:
@@ -158,20 +155,6 @@ class Server:
                 raise
             except ValueError as error:
                 raise RequestError(str(error)) from error
-
-
-@dataclass(frozen=True, slots=True)
-class RemotePartner:
-    """A server's model as the partner in a chat."""
-
-    server: Server
-    params: SamplingParams
-
-    def check(self, messages: "Sequence[Message]") -> None:
-        pass  # the first answer has the error
-
-    def answer(self, messages: "Sequence[Message]", *, stoppable: bool) -> Answer:
-        return self.server.answer(messages, self.params, stoppable=stoppable)
 
 
 class _Reader:

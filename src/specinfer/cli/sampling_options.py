@@ -2,11 +2,12 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from specinfer.cli.options import flag
 from specinfer.cli.prompts import count_tokens
 from specinfer.cli.values import is_file_name, is_file_path, parse_object, parse_token_ids, read_text
+from specinfer.core.config import SPECULATION
+from specinfer.core.options import setting
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import usual_temperature
 
@@ -15,64 +16,53 @@ if TYPE_CHECKING:
     from specinfer.llm import LLM
 
 
+_SAMPLING = "Sampling"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
     """Sampling parameters, stop conditions and constraints."""
 
-    max_tokens: Annotated[
-        int | None,
-        flag(
-            "Sampling",
-            "Maximum number of tokens to generate. (default: 128 within the context length; in chat, the context "
-            "length)",
-        ),
-    ] = None
-    min_tokens: Annotated[int, flag("Sampling", "Minimum number of tokens to generate.")] = 0
-    temperature: Annotated[
-        float | None, flag("Sampling", "Temperature; 0 is greedy. (default: 1, or 0.7 for demo-chat)")
-    ] = None
-    top_p: Annotated[
-        float, flag("Sampling", "Sample from the smallest set of tokens with this cumulative probability.")
-    ] = 1.0
-    top_k: Annotated[int, flag("Sampling", "Sample from this number of most probable tokens; 0 means all.")] = 0
-    min_p: Annotated[float, flag("Sampling", "Minimum probability of a token, relative to the most probable one.")] = (
-        0.0
+    max_tokens: int | None = setting(
+        None,
+        _SAMPLING,
+        "Maximum number of tokens to generate. (default: 128 within the context length; in chat, the context length)",
     )
-    presence_penalty: Annotated[float, flag("Sampling", "Penalty for tokens that occur in the output.")] = 0.0
-    frequency_penalty: Annotated[
-        float, flag("Sampling", "Penalty for tokens by the number of their occurrences in the output.")
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float, flag("Sampling", "Penalty for tokens that occur in the prompt or the output; 1 means none.")
-    ] = 1.0
-    logit_bias: Annotated[
-        str | None, flag("Sampling", 'Biases to add to logits: {"TOKEN ID": BIAS, ...}.', metavar="JSON")
-    ] = None
-    stop: Annotated[list[str] | None, flag("Sampling", "String that ends the output. May be repeated.")] = None
-    stop_token_ids: Annotated[
-        str | None, flag("Sampling", "Tokens that end the output, such as 2,5.", metavar="ID,ID")
-    ] = None
-    ignore_eos: Annotated[bool, flag("Sampling", "Continue after the end-of-sequence token.", "--ignore-eos")] = False
-    bad_words: Annotated[list[str] | None, flag("Sampling", "String that must not be generated. May be repeated.")] = (
-        None
+    min_tokens: int = setting(0, _SAMPLING, "Minimum number of tokens to generate.")
+    temperature: float | None = setting(None, _SAMPLING, "Temperature; 0 is greedy. (default: 1, or 0.7 for demo-chat)")
+    top_p: float = setting(1.0, _SAMPLING, "Sample from the smallest set of tokens with this cumulative probability.")
+    top_k: int = setting(0, _SAMPLING, "Sample from this number of most probable tokens; 0 means all.")
+    min_p: float = setting(0.0, _SAMPLING, "Minimum probability of a token, relative to the most probable one.")
+    presence_penalty: float = setting(0.0, _SAMPLING, "Penalty for tokens that occur in the output.")
+    frequency_penalty: float = setting(
+        0.0, _SAMPLING, "Penalty for tokens by the number of their occurrences in the output."
     )
-    allowed_token_ids: Annotated[
-        str | None, flag("Sampling", "Generate only these tokens, such as 2,5.", metavar="ID,ID")
-    ] = None
-    json_schema: Annotated[
-        str | None, flag("Sampling", "Generate JSON that follows this schema.", metavar="FILE|JSON")
-    ] = None
-    json_object: Annotated[bool, flag("Sampling", "Generate a JSON object.", "--json-object")] = False
-    regex: Annotated[str | None, flag("Sampling", "Generate text that matches this regular expression.")] = None
-    choice: Annotated[list[str] | None, flag("Sampling", "Generate one of these strings. May be repeated.")] = None
-    grammar: Annotated[
-        str | None,
-        flag("Sampling", "Generate text of this grammar, in Lark's notation or GBNF.", metavar="FILE|TEXT"),
-    ] = None
-    prediction: Annotated[
-        str | None,
-        flag("Speculation", "Text that the output is likely to resemble. Affects the speed only.", metavar="FILE|TEXT"),
-    ] = None
+    repetition_penalty: float = setting(
+        1.0, _SAMPLING, "Penalty for tokens that occur in the prompt or the output; 1 means none."
+    )
+    logit_bias: str | None = setting(
+        None, _SAMPLING, 'Biases to add to logits: {"TOKEN ID": BIAS, ...}.', metavar="JSON"
+    )
+    stop: tuple[str, ...] = setting((), _SAMPLING, "String that ends the output. May be repeated.")
+    stop_token_ids: str | None = setting(None, _SAMPLING, "Tokens that end the output, such as 2,5.", metavar="ID,ID")
+    ignore_eos: bool = setting(False, _SAMPLING, "Continue after the end-of-sequence token.")
+    bad_words: tuple[str, ...] = setting((), _SAMPLING, "String that must not be generated. May be repeated.")
+    allowed_token_ids: str | None = setting(
+        None, _SAMPLING, "Generate only these tokens, such as 2,5.", metavar="ID,ID"
+    )
+    json_schema: str | None = setting(None, _SAMPLING, "Generate JSON that follows this schema.", metavar="FILE|JSON")
+    json_object: bool = setting(False, _SAMPLING, "Generate a JSON object.")
+    regex: str | None = setting(None, _SAMPLING, "Generate text that matches this regular expression.")
+    choice: tuple[str, ...] = setting((), _SAMPLING, "Generate one of these strings. May be repeated.")
+    grammar: str | None = setting(
+        None, _SAMPLING, "Generate text of this grammar, in Lark's notation or GBNF.", metavar="FILE|TEXT"
+    )
+    prediction: str | None = setting(
+        None,
+        SPECULATION,
+        "Text that the output is likely to resemble. Affects the speed only.",
+        metavar="FILE|TEXT",
+    )
 
     def params(self, max_tokens: int | None, model: str = "", **more: Any) -> SamplingParams:
         """Return checked parameters; `max_tokens` and the usual temperature of `model` replace missing flags."""
@@ -82,7 +72,6 @@ class SamplingOptions:
         settings["max_tokens"] = max_tokens if self.max_tokens is None else self.max_tokens
         bias = self.logit_bias
         settings["logit_bias"] = {} if bias is None else parse_object("logit_bias", bias, '{"5": -100}')
-        settings["stop"] = self.stop or ()
         settings["stop_token_ids"] = parse_token_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             settings["allowed_token_ids"] = parse_token_ids("allowed_token_ids", self.allowed_token_ids)

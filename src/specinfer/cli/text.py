@@ -11,7 +11,7 @@ import typer
 from specinfer.cli.chat import Chat, LocalPartner, Partner
 from specinfer.cli.errors import checking
 from specinfer.cli.options import ARGUMENT, MODEL_HELP, EngineOptions, OutputOptions, flag, load
-from specinfer.cli.remote import RemoteOptions, RemotePartner
+from specinfer.cli.remote import RemoteOptions
 from specinfer.cli.sampling_options import SamplingOptions
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import hidden_typing, is_interactive, read_input, typed_lines
@@ -40,26 +40,11 @@ def complete(
     output: OutputOptions,
 ) -> None:
     """Complete each line that is typed, until Ctrl-D."""
-    with checking():
-        if server.url is not None:
-            screen, params = Screen(stats=output.stats), sampling.params(DEFAULT_MAX_TOKENS)
-            remote = server.connect(engine, argument, screen)
-        else:
-            args = engine.args(argument)
-            params = sampling.params(DEFAULT_MAX_TOKENS, str(args.model))
-            screen = output.screen()
-            llm = load(args, screen)
-
-    def answer(line: str, *, stoppable: bool) -> None:
-        if server.url is not None:
-            remote.complete(line, params, stoppable=stoppable)
-        else:
-            screen.stream(llm, line, sampling.fit(params, llm, line), stoppable=stoppable)
-
+    partner, screen = _connect(argument, engine, sampling, server, output, DEFAULT_MAX_TOKENS)
     if quick is not None:
-        answer(quick, stoppable=False)
+        partner.complete(quick, stoppable=False)
         return
-    _converse(typed_lines(), screen, lambda line: answer(line, stoppable=is_interactive()))
+    _converse(typed_lines(), screen, lambda line: partner.complete(line, stoppable=is_interactive()))
 
 
 def chat(
@@ -73,16 +58,7 @@ def chat(
     output: OutputOptions,
 ) -> None:
     """Chat with a model that has a chat template. /exit or Ctrl-D quits, Ctrl-C stops an answer."""
-    partner: Partner
-    with checking():
-        if server.url is not None:
-            screen, params = Screen(stats=output.stats), sampling.params(None)
-            partner = RemotePartner(server.connect(engine, argument, screen), params)
-        else:
-            args = engine.args(argument)
-            params = sampling.params(None, str(args.model))
-            screen = output.screen()
-            partner = LocalPartner(load(args, screen), screen, params)
+    partner, screen = _connect(argument, engine, sampling, server, output, None)
     talk = Chat(partner, screen, system_prompt)
     talk.check()
     if quick is not None:
@@ -112,24 +88,49 @@ def run(
     name, words = named_model(argument, prompts, engine)
     with checking():
         message = _message(words)
-        args = engine.args(name)
-        params = sampling.params(None, str(args.model))
-        screen = output.screen()
-        llm = load(args, screen)
-    talk = Chat(LocalPartner(llm, screen, params), screen, system_prompt)
-    limit = DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
-
-    def complete(line: str, *, stoppable: bool) -> None:
-        screen.stream(llm, line, sampling.fit(replace(params, max_tokens=limit), llm, line), stoppable=stoppable)
-
-    answers = llm.reader.chat_template is not None
-    answer: Callable[..., object] = talk.send if answers else complete
+    partner, screen = _load(name, engine, sampling, output, None)
+    talk = Chat(partner, screen, system_prompt)
+    answers = partner.llm.reader.chat_template is not None
+    if not answers:
+        limit = DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+        partner = replace(partner, params=replace(partner.params, max_tokens=limit))
+    answer: Callable[..., object] = talk.send if answers else partner.complete
     if message is not None:
         answer(message, stoppable=False)
         return
-    screen.note(Chat.HELP if answers else f"{args.model} has no chat template: it completes what you type")
+    screen.note(Chat.HELP if answers else f"{partner.model} has no chat template: it completes what you type")
     lines = talk.messages(typed_lines()) if answers else typed_lines()
     _converse(lines, screen, lambda line: answer(line, stoppable=True))
+
+
+def _connect(
+    argument: str | None,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    server: RemoteOptions,
+    output: OutputOptions,
+    max_tokens: int | None,
+) -> tuple[Partner, Screen]:
+    """Return the model behind a server, or in this process, and the screen that it is shown on."""
+    if server.url is None:
+        return _load(argument, engine, sampling, output, max_tokens)
+    with checking():
+        screen = Screen(stats=output.stats)
+        return server.connect(engine, argument, screen, sampling.params(max_tokens)), screen
+
+
+def _load(
+    argument: str | None,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    output: OutputOptions,
+    max_tokens: int | None,
+) -> tuple[LocalPartner, Screen]:
+    with checking():
+        args = engine.args(argument)
+        params = sampling.params(max_tokens, str(args.model))
+        screen = output.screen()
+        return LocalPartner(load(args, screen), str(args.model), screen, sampling, params), screen
 
 
 def _message(words: Sequence[str]) -> str | None:
