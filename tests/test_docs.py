@@ -56,22 +56,16 @@ def test_a_page_names_files_that_exist(page: Path, files: set[str]) -> None:
     assert not missing
 
 
-def test_the_source_tree_names_files_and_folders_that_exist() -> None:
-    (_, tree), *_ = BLOCK.findall((ROOT / "docs" / "source-tree.md").read_text())
-    above: list[tuple[int, Path]] = [(-1, ROOT)]
+def test_the_file_tree_names_files_and_folders_that_exist() -> None:
+    (_, tree), *_ = reversed(BLOCK.findall((ROOT / "README.md").read_text()))
+    folder = PACKAGE
     for line in tree.splitlines():
-        for found in re.finditer(r"(?:^ *|  +)([\w/.]+(?:/|\.py))(?=  )|^([\w/]+/)$", line):
-            indent = len(found[0]) - len(found[0].lstrip()) if found.start() == 0 else 0
-            name = found[1] or found[2]
-            if found.start() == 0:
-                while above[-1][0] >= indent:
-                    above.pop()
-            folder = above[-1][1] / name
-            assert folder.exists() or (ROOT / name).exists() or (PACKAGE / name).exists(), line
-            if found.start() == 0 and name.endswith("/"):
-                above.append((indent, folder))
-        for name in re.findall(r"[\w/]+\.py", line):
-            assert any(path.match(name) for path in above[-1][1].rglob("*.py")) or any(PACKAGE.rglob(name)), line
+        if found := re.match(r" {0,2}(\w+)/(?!\w)", line):
+            folder = next(path for above in (PACKAGE, ROOT) if (path := above / found[1]).is_dir())
+        for name in re.findall(r"(?<![\w/])(\w+)/(?!\w)", line):
+            assert any((above / name).is_dir() for above in (folder, PACKAGE, ROOT)), line
+        for name in re.findall(r"[\w/]+\.(?:py|h)\b", line):
+            assert any(folder.rglob(name)), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

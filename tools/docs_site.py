@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
 from importlib import import_module
 from inspect import Parameter, formatannotation, getsource
+from operator import attrgetter
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, get_args
 
 import typer.main
@@ -40,7 +42,7 @@ PAGES = {
 }
 SOURCES = {page: source for source, page in PAGES.items()}
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
-SOURCE = re.compile(r"^<!-- source: ([\w.]+)\.(\w+) -->$", re.MULTILINE)
+SOURCE = re.compile(r"^<!-- source: ([a-z_.]+)\.((?:\w+\.)?\w+) -->$", re.MULTILINE)
 LINK = re.compile(r"\[([^]]+)\]\((?![a-z]+:|#)([\w./-]+)(#[^)]*)?\)")
 
 
@@ -67,7 +69,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({posixpath.relpath(target, posixpath.dirname(name) or '.')}{found[3] or ''})"
 
     markdown = LINK.sub(link, TABLE.sub(lambda found: "\n".join(TABLES[found[1]]()), markdown))
-    return SOURCE.sub(lambda found: f"```python\n{getsource(getattr(import_module(found[1]), found[2]))}```", markdown)
+    return SOURCE.sub(lambda found: _source(found[1], found[2]), markdown)
+
+
+def _source(module: str, name: str) -> str:
+    """Return the source of a function or a method as a block of code."""
+    return f"```python\n{dedent(getsource(attrgetter(name)(import_module(module))))}```"
 
 
 def _titles(nav: Any) -> Iterator[tuple[str, str]]:
