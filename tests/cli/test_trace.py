@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.cli import recording
 from specinfer.cli.app import app
-from specinfer.cli.recording import NEWEST_VERSION, Recording, Step
-from specinfer.cli.tally import Tally
+from specinfer.cli.recording import NEWEST_VERSION, Recording, Step, Tally
 from specinfer.server.trace import VERSION, TraceFile
 
 pytestmark = pytest.mark.usefixtures("small_demo")

@@ -20,13 +20,11 @@ from specinfer.core.errors import ModelError
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.vllm_names import from_speculative_config
 from specinfer.engine_args import EngineArgs
-from specinfer.hub import checksums
-from specinfer.hub.auto_drafter import auto_drafters
-from specinfer.hub.checksums import damaged_files
+from specinfer.hub import cache
+from specinfer.hub.cache import damaged_files, find_cached
 from specinfer.hub.files import choose_gguf, refusal
-from specinfer.hub.known_models import known_drafters, known_names, near_names
+from specinfer.hub.known_drafters import auto_drafters, known_drafters, known_names, near_names
 from specinfer.hub.locate import hub_name, locate, locate_tokenizer, without_revision
-from specinfer.hub.snapshots import find_cached
 from specinfer.hub.store import cached_models, download, remove
 from specinfer.llm import LLM
 from specinfer.setup.model_names import usual_drafters
@@ -448,7 +446,7 @@ def test_files_that_agreed_with_their_checksums_are_not_read_again(
 ) -> None:
     offer("me/twice", {"config.json": '{"model_type": "llama"}', "model.safetensors": "weights"})
     path = locate("me/twice")
-    monkeypatch.setattr(checksums, "_digest", lambda content, size: pytest.fail(f"{content} is read again"))
+    monkeypatch.setattr(cache, "_digest", lambda content, size: pytest.fail(f"{content} is read again"))
     assert locate("me/twice") == locate(path) == path
     monkeypatch.undo()
     (path / "model.safetensors").resolve().write_text("Weights")

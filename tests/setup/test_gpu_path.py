@@ -16,9 +16,9 @@ from specinfer.engine.device.processing import why_not, why_not_sampled
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.heads.load import load_head
 from specinfer.model.runner import ModelRunner
-from specinfer.setup import gpu_path
+from specinfer.setup import engine
 from specinfer.setup.drafter_setup import Speculator
-from specinfer.setup.gpu_path import log_gpu_path
+from specinfer.setup.engine import log_gpu_path
 from tiny import VOCAB
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -40,7 +40,7 @@ def logged(
 ) -> tuple[str, str]:
     """Return the level and the text of the only line that is logged for a GPU."""
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger=gpu_path.__name__):
+    with caplog.at_level(logging.INFO, logger=engine.__name__):
         log_gpu_path(target, {"small": small.why_not_captured}, why_no_steps, why_no_sampled, device=GPU)
     (record,) = caplog.records
     return record.levelname, record.getMessage()
@@ -50,7 +50,7 @@ def test_what_is_not_used_is_a_warning_with_the_reason(
     runners: tuple[ModelRunner, ModelRunner], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, small = runners
-    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: None)
+    monkeypatch.setattr(engine, "why_not_on", lambda _: None)
     assert logged(caplog, target, small, None) == (
         "INFO",
         "cuda:0: Triton kernels: yes; captured passes of the target: yes; captured passes of small: yes; "
@@ -63,7 +63,7 @@ def test_what_is_not_used_is_a_warning_with_the_reason(
     )
     assert target.padded is not None
     target.padded.why_not_captured = "they cannot be captured: it waits"
-    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: "Failed to find C compiler.")
+    monkeypatch.setattr(engine, "why_not_on", lambda _: "Failed to find C compiler.")
     plain = ModelRunner(small.loaded, 200)
     assert logged(caplog, target, plain, "the target is on several ranks") == (
         "WARNING",
@@ -74,7 +74,7 @@ def test_what_is_not_used_is_a_warning_with_the_reason(
 
 
 def test_nothing_is_said_on_a_cpu(runners: tuple[ModelRunner, ModelRunner], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger=gpu_path.__name__):
+    with caplog.at_level(logging.INFO, logger=engine.__name__):
         log_gpu_path(runners[0], {}, None, device=CPU)
     assert not caplog.records
 
@@ -101,7 +101,7 @@ def test_drafters_for_which_steps_do_not_run_on_the_device_are_named(
     for rule, draft_sampling, reason in (
         ("coupled", "shared-noise", None),
         ("coupled", "top-k", "draft_sampling is top-k"),
-        ("target-only", "top-k", "verification is target-only"),
+        ("target-only", "top-k", "verification is target-only, which has no walk on a device"),
         ("traversal", "iid", "verification is traversal, with several drafters"),
         ("multi-step", "without-replacement", "verification is multi-step, with several drafters"),
     ):
@@ -120,7 +120,7 @@ def test_drafters_for_which_steps_do_not_run_on_the_device_are_named(
 def test_passes_over_a_part_of_the_context_are_not_captured(
     runners: tuple[ModelRunner, ModelRunner], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: None)
+    monkeypatch.setattr(engine, "why_not_on", lambda _: None)
     sparse = SelfRunner(runners[0].loaded, runners[0], is_sparse=True)
     assert why_not(runners[0], make_drafter([sparse], VOCAB, ["a"])) == "passes of the drafter a are not captured"
     _, line = logged(caplog, runners[0], sparse, "layers are streamed")
@@ -152,18 +152,18 @@ def test_draft_loops_are_captured_where_passes_are(runners: tuple[ModelRunner, M
 
 
 def test_what_a_gpu_can_do_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: None)
-    assert set(gpu_path.gpu_abilities(CPU).values()) == {None}
+    monkeypatch.setattr(engine, "why_not_on", lambda _: None)
+    assert set(engine.gpu_abilities(CPU).values()) == {None}
 
     def fail(*_: object) -> None:
         raise CaptureError("out of memory\nmore of it")
 
     monkeypatch.setattr(Graphs, "captured", fail)
-    assert gpu_path.described(gpu_path.gpu_abilities(CPU)) == [
+    assert engine.described(engine.gpu_abilities(CPU)) == [
         "Triton: yes", "captured: no, out of memory", "device step: no, out of memory",
     ]  # fmt: skip
-    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: "no compiler")
-    assert gpu_path.gpu_abilities(CPU)["device step"] == "they need Triton's kernels"
+    monkeypatch.setattr(engine, "why_not_on", lambda _: "no compiler")
+    assert engine.gpu_abilities(CPU)["device step"] == "they need Triton's kernels"
 
 
 def test_a_gpu_that_computes_nothing_is_reported_and_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_gpu_that_computes_nothing_is_reported_and_raises_nothing(monkeypatch:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore of it")
 
-    monkeypatch.setattr(gpu_path, "why_not_on", lambda _: None)
+    monkeypatch.setattr(engine, "why_not_on", lambda _: None)
     monkeypatch.setattr(torch, "zeros", fail)
     reason = "CUDA error: no kernel image is available for execution on the device"
-    assert gpu_path.gpu_abilities(GPU) == {"Triton": None, "captured": reason, "device step": reason}
+    assert engine.gpu_abilities(GPU) == {"Triton": None, "captured": reason, "device step": reason}

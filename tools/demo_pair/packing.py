@@ -10,9 +10,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specinfer.demo.chat_drafter import CHAT_DRAFTER, EMBEDDING, OUTPUT_HEAD
 from specinfer.demo.chat_model import CHAT, PACKED_HEADS
-from specinfer.demo.pair import CHECKSUMS, GROUP_SCALES, ROW_SCALE, WEIGHTS, digest, save
+from specinfer.demo.pair import (
+    CHAT_DRAFTER,
+    CHECKSUMS,
+    EMBEDDING,
+    GROUP_SCALES,
+    OUTPUT_HEAD,
+    ROW_SCALE,
+    WEIGHTS,
+    digest,
+    save,
+)
 from specinfer.ops.quantization import quantize
 from specinfer.ops.quantized_weight import GROUP_SIZES
 

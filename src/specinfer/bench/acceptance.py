@@ -34,9 +34,8 @@ from specinfer.core.config import SpeculativeConfig
 from specinfer.core.lookups import LOOKUPS
 from specinfer.core.tree import expansion_nodes
 from specinfer.core.tree_shape import BEST_FIRST
-from specinfer.demo.chat_drafter import chat_drafter_folder
 from specinfer.demo.chat_model import CHAT, CODE
-from specinfer.demo.pair import demo_folders
+from specinfer.demo.pair import chat_drafter_folder, demo_folders
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.llm import LLM

@@ -16,7 +16,7 @@ def collect_env() -> None:
 
     from specinfer import ops
     from specinfer.model.device import cpu_model, driver_version, why_no_cuda
-    from specinfer.setup.gpu_path import described, gpu_abilities
+    from specinfer.setup.engine import described, gpu_abilities
 
     packages = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
     rows = {"specinfer": specinfer.__version__} | {name: _version_of(name) for name in packages}

@@ -15,7 +15,7 @@ from specinfer.core.errors import ModelError
 from specinfer.core.lookups import MTP
 from specinfer.demo.chat_model import CHAT, CODE, DRAFTERS, EMBEDDED, INSTALL, PACKED_HEADS, find_chat_model
 from specinfer.hub.files import head_format, read_object
-from specinfer.hub.known_models import did_you_mean, known_drafters, known_names
+from specinfer.hub.known_drafters import did_you_mean, known_drafters, known_names
 from specinfer.hub.locate import at_revision, hub_name, is_on_hub
 
 _DAY = 24 * 3600
@@ -39,7 +39,7 @@ def pull(
             raise ModelError(f"model: {each} is part of the package; there is nothing to download")
         if name is None or not is_on_hub(each):
             raise ModelError(f"model: {each!r} is not the name of a model on the hub, such as Qwen/Qwen3-0.6B")
-        from specinfer.hub.checksums import damaged_files
+        from specinfer.hub.cache import damaged_files
         from specinfer.hub.store import download
 
         with checking():
@@ -126,7 +126,7 @@ def _drafters(model: str) -> list[tuple[str, ...]]:
             f"drafters: none are known for {model}{did_you_mean(model, known_names())}; any small model can draft, and "
             "suffix needs none"
         )
-    from specinfer.hub.snapshots import find_cached
+    from specinfer.hub.cache import find_cached
 
     rows: list[tuple[str, ...]] = []
     for one in found:

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from specinfer.cli.errors import checking
 from specinfer.cli.options import flag
-from specinfer.cli.recording import Recorded, Recording, Step
+from specinfer.cli.recording import AcceptanceCounts, Recorded, Recording, Step, Tally
 from specinfer.cli.screen import DRAFTER_COLORS, TARGET_COLOR
-from specinfer.cli.tally import AcceptanceCounts, Tally
 from specinfer.cli.terminal import is_interactive, read_key, single_keys
 from specinfer.cli.tree_view import printable, render_tree
 from specinfer.core.text import counted

@@ -148,7 +148,7 @@ class SpeculativeConfig:
 
     Attributes:
         drafters: Names of drafters; None is the embedded drafter for "demo"; else MTP layers, a head or a small model
-            with suffix lookup, or n-gram lookup, as `hub.auto_drafter` finds them.
+            with suffix lookup, or n-gram lookup, as `hub.known_drafters` finds them.
         draft_sampling: "auto" becomes that of the verification rule.
 
     Raises:

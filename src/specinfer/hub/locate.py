@@ -7,7 +7,7 @@ from typing import NamedTuple
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import SELF_DRAFTERS, is_self
 from specinfer.core.progress import ProgressCallback
-from specinfer.hub.checksums import check_intact
+from specinfer.hub.cache import check_intact
 from specinfer.hub.files import check_gguf_name, fault_of, folder_refusal, is_gguf, only_gguf
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -99,7 +99,7 @@ def locate(model: str | Path, progress: ProgressCallback | None = None) -> Path:
     """
     path = local_path(model)
     if path is None:
-        from specinfer.hub.snapshots import find_cached
+        from specinfer.hub.cache import find_cached
         from specinfer.hub.store import fetch
 
         name = hub_name(model)
@@ -129,7 +129,7 @@ def locate_tokenizer(tokenizer: str | Path) -> Path:
     try:
         path = local_path(tokenizer)
         if path is None:
-            from specinfer.hub.snapshots import find_cached
+            from specinfer.hub.cache import find_cached
             from specinfer.hub.store import download_tokenizer
 
             name = hub_name(tokenizer)

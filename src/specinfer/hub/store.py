@@ -13,7 +13,7 @@ from typing import Any
 
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import DOWNLOADING, ProgressCallback
-from specinfer.hub.checksums import damaged_files
+from specinfer.hub.cache import commits, damaged_files, missing_weights, model_in, only_commit
 from specinfer.hub.files import (
     NEEDED,
     NOT_NEEDED,
@@ -28,8 +28,7 @@ from specinfer.hub.files import (
     read_object,
     refusal,
 )
-from specinfer.hub.known_models import did_you_mean
-from specinfer.hub.snapshots import commits, missing_weights, model_in, only_commit
+from specinfer.hub.known_drafters import did_you_mean
 
 _SHOWN_DIGITS = 12  # of a commit
 

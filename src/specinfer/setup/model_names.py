@@ -7,11 +7,11 @@ import torch
 
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import is_model
-from specinfer.demo import chat_drafter, chat_model
+from specinfer.demo import chat_model
 from specinfer.demo.chat_model import CHAT, CHAT_HEADS, CODE, DRAFTER_NAMES, HEAD_NAMES, MISSING
-from specinfer.demo.pair import demo_folders, head_folder
-from specinfer.hub.auto_drafter import LOOKUP, LOOKUP_WITH_MODEL, DrafterChoice, auto_drafters
+from specinfer.demo.pair import chat_drafter_folder, chat_head_folder, demo_folders, head_folder
 from specinfer.hub.files import ASSISTANT, SUPPORTED_HEADS, is_gguf
+from specinfer.hub.known_drafters import LOOKUP, LOOKUP_WITH_MODEL, DrafterChoice, auto_drafters
 from specinfer.hub.locate import locate_tokenizer
 from specinfer.model.definition import load_config, load_tokenizer
 from specinfer.model.folder import find_folder
@@ -49,11 +49,11 @@ def find_drafter(name: str) -> Path:
     if name in DRAFTER_NAMES:
         return demo_folders().drafters[name]
     if name in CHAT_HEADS:
-        folder = chat_drafter.chat_head_folder(name)
+        folder = chat_head_folder(name)
     elif name in HEAD_NAMES:
         return head_folder(name)
     elif name == CHAT:
-        folder = chat_drafter.chat_drafter_folder()
+        folder = chat_drafter_folder()
     else:
         return find_folder(name)
     if folder is None:

@@ -1,13 +1,14 @@
-"""Checksums of models in the hub's cache, and a list of the files that agreed with theirs.
+"""The hub's cache: which snapshot a name and a revision mean, the model that is in it, and the checksums of its files.
 
 The cache names the content of each file by its checksum on the hub, SHA-256 for weights and git's SHA-1 for small
 files. Reading all of a large model takes long, so a file that has agreed is read again only when its size or times have
-changed.
+changed. `huggingface_hub` is imported where it is used: that takes half a second.
 """
 
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from specinfer.core.errors import ModelError
 from specinfer.core.files import cache_folder, write_atomically
-from specinfer.hub.files import PICKLE, gguf_parts, needed_files
+from specinfer.hub.files import PICKLE, choose_gguf, gguf_parts, needed_files
 
 _CHECKSUM = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _RECORD = "verified.json"  # in SpecInfer's cache: the states of files that agreed, by their paths
@@ -91,3 +92,66 @@ def _write_record(agreed: dict[str, State]) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / _RECORD, lambda partial: partial.write_text(json.dumps(record)), is_shared=True)
+
+
+logger = logging.getLogger(__name__)
+_SHORT_COMMIT = re.compile("[0-9a-f]{4,39}")
+
+
+def find_cached(name: str, gguf_type: str | None = None, revision: str | None = None) -> Path | None:
+    """Return the complete folder, or the GGUF file, of a model in the cache, or None."""
+    folder = _snapshot(name, revision)
+    return None if folder is None else model_in(folder, gguf_type)
+
+
+def model_in(folder: Path, gguf_type: str | None = None) -> Path | None:
+    """Return a snapshot's folder if its model is complete there, its GGUF file, or None."""
+    files = [path.name for path in folder.iterdir()]
+    if gguf_type is None and "config.json" in files and any(file.endswith(".safetensors") for file in files):
+        return None if missing_weights(folder) else folder
+    chosen = choose_gguf([path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")], gguf_type)
+    is_whole = chosen is not None and all((folder / part).is_file() for part in gguf_parts(chosen))
+    return folder / chosen if chosen is not None and is_whole else None
+
+
+def commits(name: str) -> list[Path]:
+    """Return the folders of a model's commits in the cache."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots"
+    return sorted(snapshots.iterdir()) if snapshots.is_dir() else []
+
+
+def only_commit(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a model's only commit in the cache, if that may be the wanted revision, or None.
+
+    A cache that was copied, or filled by commit, does not know which commit is that of the main branch.
+    """
+    found = commits(name) if revision in (None, "main") else []
+    if len(found) != 1:
+        return None
+    logger.warning("%s is taken from commit %s, the only one in the cache", name, found[0].name)
+    return found[0]
+
+
+def missing_weights(folder: Path) -> list[str]:
+    """Return the weight files that the index names and the folder lacks."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return sorted({Path(name).name for name in index["weight_map"].values()} - {p.name for p in folder.iterdir()})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return []  # no index, or a damaged one, which loading refuses
+
+
+def _snapshot(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a model's branch, tag or commit in the cache; a commit may be named by its first digits."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[]))
+    except Exception:  # not in the cache, or no name of the hub; each has its own error
+        if revision is None or _SHORT_COMMIT.fullmatch(revision) is None:
+            return None
+    named = [folder for folder in commits(name) if folder.name.startswith(revision)]
+    return named[0] if len(named) == 1 else None
