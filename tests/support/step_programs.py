@@ -11,11 +11,10 @@ from heads import save_eagle3, save_tiny_block, save_tiny_head
 from on_device import load_device_head
 from pair_heads import save_eagle, save_mtp
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters import HeadRunner, SelfRunner
+from specinfer.drafters import HeadRunner, SelfRunner, make_drafter
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.engine.device.draft_loop import DeviceDrafter
-from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.masks import TokenMasks
@@ -118,17 +117,18 @@ def programs_of(
     elif head is not None:
         is_assistant = isinstance(head.model, AssistantHead)
         drafter = AssistantRunner(head, target) if is_assistant else HeadRunner(head, target, 512)
-    most = 256 // rows
-    shape = None
+    drafting = make_drafter([drafter], loaded.vocab_size)
+    assert drafting is not None
+    kind, most, shape = drafting.models[0].kind, 256 // rows, None
     if budget is not None and num_models:
-        shape = shape_of([budget], most - 1, most, guess_depth, [DraftKind.of(drafter)] * num_models)
+        shape = shape_of([budget], most - 1, most, guess_depth, [kind] * num_models)
     elif budget is not None:
         shape = shape_of_guesses(budget.max_nodes, budget.max_depth, most - 1)
     token_map = None if head is None else head.token_map
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size, token_map)
-    state = DeviceState.empty(rows, 256, loaded.device, [DraftKind.of(drafter)] * num_models)
+    state = DeviceState.empty(rows, 256, loaded.device, [kind] * num_models)
     adjustments = Adjustments.empty(rows, loaded.vocab_size, loaded.device)
     masks = TokenMasks(torch.zeros(256, loaded.vocab_size, device=loaded.device)) if is_masked else None
     size = LaunchSize(rows, shape, processing, asked, rule, num_recomputed=num_recomputed, is_masked=is_masked)
-    drafters = [DeviceDrafter(drafter, vocabulary.to_target)] * num_models
+    drafters = [DeviceDrafter(drafter, kind, vocabulary.to_target)] * num_models
     return Programs(size, state, target, drafters, adjustments, masks)

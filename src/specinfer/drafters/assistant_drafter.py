@@ -16,6 +16,7 @@ from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, HeadRunner
 from specinfer.drafters.growth.draft_sampling import draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
+from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.vocabulary.token_map import Known
 from specinfer.model.batch import Piece, pack
 from specinfer.model.graphs.capture import Graphs
@@ -102,7 +103,7 @@ class AssistantDrafter(FeatureDrafter):
     """A drafter that grows trees of an assistant's next tokens; arguments as for `SmallModelDrafter`."""
 
     runner: AssistantRunner
-    reads_prompts = False
+    kind = DraftKind(reads_features=True, shares_cache=True, stores_drafts=False)
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         assert isinstance(runner, AssistantRunner)

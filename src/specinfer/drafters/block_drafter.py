@@ -81,8 +81,11 @@ class BlockDrafter(FeatureDrafter):
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         assert isinstance(runner, HeadRunner)
-        assert runner.head.block is not None
-        self.max_depth = runner.head.block.max_depth
+        head, block = runner.head, runner.head.block
+        assert block is not None
+        # The root of a pair is a known token, and computed with the others.
+        first = int(head.reads_pairs)
+        self.kind = self.kind._replace(block=range(first, block.size), max_depth=block.max_depth)
         return BlockCache(runner, self.vocabulary, None)
 
     @property
@@ -100,7 +103,7 @@ class BlockDrafter(FeatureDrafter):
         """Return the candidates of the wanted nodes, tree by tree."""
         growing = [tree for tree in growing_trees if tree.frontier]
         counts = [len(tree.frontier) for tree in growing]
-        places = [tree.index * self.max_depth + tree.num_levels for tree in growing]
+        places = [tree.index * self.kind.max_depth + tree.num_levels for tree in growing]
         if not self._head.is_pairwise and all(self._is_free(tree.request, tree.num_levels) for tree in growing):
             firsts = WantedNodes([run._replace(depths=run.depths[:1]) for run in nodes.runs])
             logits = rows.logits.index_select(0, torch.tensor(places, device=rows.logits.device))

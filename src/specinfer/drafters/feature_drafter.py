@@ -20,6 +20,7 @@ from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.draft_loop import DraftLoop, TreeGrower
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.expansion import GrowingTree
+from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.merge.scoring import Scoring
 from specinfer.drafters.small_model import REPLAYED_TOGETHER, SmallModelDrafter
 from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary
@@ -117,8 +118,7 @@ class FeatureDrafter(SmallModelDrafter):
     """A drafter that grows trees of a head's next tokens; arguments as for the class above."""
 
     runner: HeadRunner
-    reads_target = True
-    keeps_drafts = False
+    kind = DraftKind(reads_features=True, reads_paths=True)
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         assert isinstance(runner, HeadRunner)

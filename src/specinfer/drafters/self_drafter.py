@@ -16,6 +16,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.expansion import GrowingTree
+from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.small_model import REPLAYED_TOGETHER, SmallModelDrafter
 from specinfer.drafters.sparse_context import kept_places
 from specinfer.drafters.vocabulary.token_map import Known
@@ -135,11 +136,10 @@ class SelfDrafter(SmallModelDrafter):
 
     runner: SelfRunner
     _cache: BorrowedCache
-    reads_target = True
-    reads_prompts = False
-    keeps_drafts = False
 
     def _make_cache(self, runner: ModelRunner) -> BorrowedCache:
+        assert isinstance(runner, SelfRunner)
+        self.kind = DraftKind(shares_cache=True, is_sparse=runner.is_sparse)
         return BorrowedCache(runner, self.vocabulary, None)
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.drafters.base import Draft, LaterDraft
 from specinfer.drafters.draft_loop import DraftLoop, TreeGrower, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
@@ -18,6 +17,7 @@ from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates, draw
 from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
 from specinfer.drafters.growth.wanted_nodes import Node
+from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.merge.scoring import Losses, Scoring
 from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary
 from specinfer.model.batch import Piece
@@ -49,10 +49,7 @@ class SmallModelDrafter:
     """
 
     is_remote = False
-    reads_target = False  # True if it drafts only what the target has read
-    reads_prompts = True  # False if it attends to what the target has stored
-    keeps_drafts = True  # what was computed for accepted drafts stays valid
-    max_depth = MAX_TREE_NODES
+    kind = DraftKind()
 
     def __init__(
         self,
@@ -109,7 +106,7 @@ class SmallModelDrafter:
             known = self._sync(span.request)
             if known is not None:
                 budget = budget.cut(
-                    min(self.max_depth, self.runner.loaded.max_position - len(known.ids)), budget.max_nodes
+                    min(self.kind.max_depth, self.runner.loaded.max_position - len(known.ids)), budget.max_nodes
                 )
                 if budget.max_nodes:
                     wanted[i] = Wanted(span.request, budget)
@@ -237,7 +234,7 @@ class SmallModelDrafter:
             self._scoring.settle(request, emitted)
         for token in emitted:
             node = drafted.tree.children[node].get(token, -1)
-            if not self.keeps_drafts or node not in place:
+            if not self.kind.keeps_drafts or node not in place:
                 break
             kept.append(node)
         self.runner.cache.commit(request.request_id, [place[node] for node in kept])

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import HeadRunner
-from specinfer.engine.device.growth import DraftKind
+from specinfer.drafters.kind import DraftKind
 from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.passes import BlockPass
@@ -92,7 +92,7 @@ def test_programs_of_every_family_run_without_their_kernels(
     family: str, model_folder: Callable[..., Path], skipped: list[str]
 ) -> None:
     loaded = load_model(model_folder(family), torch.float32, CPU, native=False)
-    for rule, budget in (("coupled", TreeBudget(8, 2)), ("traversal", TreeBudget.expansion((2, 1))), (None, None)):
+    for rule, budget in (("multi-step", TreeBudget(8, 2)), ("traversal", TreeBudget.expansion((2, 1))), (None, None)):
         _run(programs_of(loaded, budget, 4, Processing.ADJUSTMENT, 0, Asked(5, 3), rule=rule))
     assert {"attend", "store", "choose", "walk_traversal"} <= set(skipped)
 
@@ -106,7 +106,16 @@ def test_features_of_mask_tokens_are_computed_before_kernels_are_left_out(
     loaded, head = with_head(tmp_path, model_folder("llama"), is_fused=True)
     quantize_linears(head.model, "fp8", None, CPU)
     runner = HeadRunner(head, ModelRunner(loaded, 64), 64)
-    shape = shape_of([TreeBudget(8, 3)], 15, 16, kinds=(DraftKind.of(runner),))
+    block = runner.head.block
+    assert block is not None
+    shape = shape_of(
+        [TreeBudget(8, 3)],
+        15,
+        16,
+        kinds=(
+            DraftKind(reads_features=True, reads_paths=True, block=range(1, block.size), max_depth=block.max_depth),
+        ),
+    )
     assert shape is not None
     none = torch.zeros(2, dtype=torch.int32)
     inputs = DraftInputs(torch.zeros(2, shape.num_columns, dtype=torch.int32), none, none)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.core.tree import OFF, TreeBudget, expansion_nodes
+from specinfer.drafters.kind import DraftKind
 from specinfer.engine.device.depth import LevelProbs
-from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.sizes import LEVELS, NODES, holds, holds_expansion, shape_of
 
 best_first = st.builds(

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specinfer.core.tree import TreeBudget
+from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.engine.device.adjusted_rows import AdjustedRows
 from specinfer.engine.device.draft_inputs import Tables
 from specinfer.engine.device.draft_loop import DeviceDrafter
 from specinfer.engine.device.draft_program import DraftProgram
-from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
 from specinfer.model.batch import Piece
@@ -515,7 +515,7 @@ def test_a_draft_of_an_ordinary_step_takes_few_kernels_more(
     loaded, kernels = on_meta(model_folder("llama"), is_fused=True), Kernels(monkeypatch)
     programs = programs_of(loaded, TreeBudget(16, 8), rows, processing, is_masked=processing > 0)
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
-    drafter = DeviceDrafter(ModelRunner(loaded, 512), vocabulary.to_target)
+    drafter = DeviceDrafter(ModelRunner(loaded, 512), DraftKind(), vocabulary.to_target)
     tables, adjusted = Tables.of(DraftKind(), rows, 256, META), AdjustedRows(rows, loaded.vocab_size, META)
     assert adjusted.can_adjust()
     counts, calls = [], []

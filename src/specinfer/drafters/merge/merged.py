@@ -14,10 +14,12 @@ from specinfer.core.rules import is_random
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.kind import kind_of
 from specinfer.drafters.merge.budget_split import BudgetSplit
 from specinfer.drafters.merge.guarded import MAX_FAILURES, GuardedDrafter
 from specinfer.drafters.merge.pruning import Pruning
 from specinfer.drafters.merge.selection import Selection
+from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.verify import Acceptance
 
 
@@ -28,7 +30,7 @@ def parts_of(drafter: Drafter) -> Sequence[Drafter]:
 
 def reads_prompts(drafter: Drafter) -> bool:
     """Return whether a drafter, or one that a merged one asks, computes prompts before it drafts; lookups do not."""
-    return any(getattr(part, "reads_prompts", False) for part in parts_of(drafter))
+    return any(kind.reads_prompts for part in parts_of(drafter) if (kind := kind_of(part)) is not None)
 
 
 class MergedDrafter:
@@ -87,6 +89,11 @@ class MergedDrafter:
                 for i in trees:
                     self.selection.note_lookups(spans, shares[i], self._guarded[i].name, trees[i])
         return self._merge(spans, drafted, budgets)
+
+    @property
+    def models(self) -> list[SmallModelDrafter]:
+        """The drafters that are models on this rank."""
+        return [one for one in self.drafters if isinstance(one, SmallModelDrafter)]
 
     @property
     def lookups(self) -> list[str]:

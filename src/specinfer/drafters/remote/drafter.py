@@ -19,6 +19,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Draft, LaterDraft
 from specinfer.drafters.growth.calibration import Calibration, source
+from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.remote.request_proxy import can_be_sent, describe
 from specinfer.drafters.remote.wire import (
     CalibrationState,
@@ -97,7 +98,7 @@ class RemoteDrafter:
     """
 
     is_remote = True
-    reads_prompts = True
+    kind = DraftKind()
 
     def __init__(self, model: RemoteModel, name: str, draft_sampling: str, calibration: Calibration) -> None:
         self._model, self.name, self._calibration = model, name, calibration

@@ -12,7 +12,7 @@ from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
-from specinfer.engine.device.growth import DraftKind
+from specinfer.drafters.kind import DraftKind
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.masks import write_masks
 from specinfer.engine.device.processing import Processing

@@ -16,7 +16,7 @@ from torch import Tensor
 from specinfer.core.request import DRAWS_EACH
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import HeadRunner
-from specinfer.drafters.self_drafter import SelfRunner
+from specinfer.drafters.kind import DraftKind
 from specinfer.engine.device.columns import DraftColumns, PassInputs
 from specinfer.engine.device.growth import DraftShape, grow
 from specinfer.engine.device.known_tokens import (
@@ -50,18 +50,19 @@ class DeviceDrafter(NamedTuple):
     """A drafter of steps on a device."""
 
     runner: ModelRunner
+    kind: DraftKind
     to_target: Callable[[Tensor], Tensor]  # maps its logits [rows, drafter_vocab] to the target's vocabulary
 
     def known_tokens(
         self, shape: DraftShape, state: DeviceState, own: DraftState, inputs: DraftInputs, kept: Kept, store: KVStore
     ) -> KnownTokens:
         """Return what it reads first in loops of this shape; arguments as for `DraftLoop`, and its store."""
-        if isinstance(self.runner, AssistantRunner):
-            return KnownFeature(self.runner, shape, state, kept, store.taps[0])
         if isinstance(self.runner, HeadRunner):
-            return KnownPath(self.runner, shape, state, own, inputs, kept)
-        if shape.kinds[0].shares_cache:
-            return KnownRoot(state, kept, is_sparse=isinstance(self.runner, SelfRunner) and self.runner.is_sparse)
+            if self.kind.reads_paths:
+                return KnownPath(self.runner, shape, state, own, inputs, kept)
+            return KnownFeature(self.runner, shape, state, kept, store.taps[0])
+        if self.kind.shares_cache:
+            return KnownRoot(state, kept, is_sparse=self.kind.is_sparse)
         return KnownPair(state, own, inputs, kept)
 
     def store(self, shape: DraftShape, num_rows: int) -> KVStore:
@@ -73,7 +74,7 @@ class DeviceDrafter(NamedTuple):
     def passes(self, shape: DraftShape, known: KnownTokens, inputs: DraftInputs) -> Passes:
         """Return its passes in loops of this shape."""
         num_rows, device = len(inputs.reads), self.runner.loaded.device
-        if isinstance(self.runner, HeadRunner) and shape.kinds[0].block:
+        if isinstance(self.runner, HeadRunner) and self.kind.block:
             return BlockPass(self.runner, shape, inputs, num_rows, device)
         return LevelPasses(known, shape, num_rows, device)
 

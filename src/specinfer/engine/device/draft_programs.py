@@ -27,7 +27,7 @@ from specinfer.engine.device.depth import LevelProbs
 from specinfer.engine.device.draft_inputs import DraftRow, Numbers, Tables
 from specinfer.engine.device.draft_loop import DeviceDrafter
 from specinfer.engine.device.draft_program import DraftProgram
-from specinfer.engine.device.growth import DraftKind, DraftShape
+from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.launch import Marks
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing, can_adjust
@@ -48,9 +48,9 @@ def use_draft_programs(drafter: Drafter | None, target_vocab: int) -> list["Draf
     """Let the drafters grow their trees by programs, where passes are captured; return the programs of each."""
     made = list[DraftPrograms]()
     if isinstance(drafter, MergedDrafter) and drafter.selection is None:
-        for one in drafter.drafters:
-            graphs = _graphs_of(one) if isinstance(one, SmallModelDrafter) else None
-            if isinstance(one, SmallModelDrafter) and graphs is not None and graphs.captures:
+        for one in drafter.models:
+            graphs = _graphs_of(one)
+            if graphs is not None and graphs.captures:
                 made.append(DraftPrograms(one, target_vocab, graphs, drafter.calibration))
                 one.grow_with(made[-1])
     return made
@@ -81,7 +81,7 @@ class DraftPrograms:
         self._vocabulary, self._draft_sampling = drafter.vocabulary, drafter.draft_sampling
         self._target_vocab, self._graphs, self._calibration = target_vocab, graphs, calibration
         runner = drafter.runner
-        self._place, self._kind = runner.loaded.device, DraftKind.of(runner)
+        self._place, self._kind = runner.loaded.device, drafter.kind
         reader = runner.target if isinstance(runner, HeadRunner) else runner
         self._reader = reader  # whose cache has the whole text of each request
         self._num_rows = at_least(REQUESTS, runner.max_requests) or REQUESTS[-1]
@@ -185,7 +185,7 @@ class DraftPrograms:
 
     def _made(self, size: LaunchSize) -> DraftProgram:
         """Return a program without requests, as captures run it."""
-        drafter = DeviceDrafter(self.runner, self._vocabulary.to_target)
+        drafter = DeviceDrafter(self.runner, self._kind, self._vocabulary.to_target)
         return DraftProgram(size, drafter, self._tables, self._target_vocab, self._adjusted)
 
     def prepare(self, budgets: Sequence[TreeBudget], processing: Processing, progress: ProgressCallback | None) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.launch import Answer, DeviceRequest, Launch
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.model.kv_cache import NO_SLOTS, KVCache, Slots
@@ -20,7 +19,7 @@ class DeviceDrafts:
 
     def __init__(self, drafters: Sequence[SmallModelDrafter], rows: DeviceRows) -> None:
         self._drafters, self._rows = drafters, rows
-        self.kinds = [DraftKind.of(one.runner) for one in drafters]
+        self.kinds = [one.kind for one in drafters]
 
     @property
     def names(self) -> list[str]:
@@ -110,7 +109,7 @@ class DeviceDrafts:
             if cache is not None and launch.draft_slots and launch.draft_slots[number][row] is not None:
                 kept = answer.draft_columns[number] if is_kept and name not in one.lost_by else ()
                 cache.commit(one.request.request_id, kept, launch.size.num_columns)
-            if is_kept and cache is not None and drafter.keeps_drafts and name in one.drafted_by:
+            if is_kept and cache is not None and drafter.kind.keeps_drafts and name in one.drafted_by:
                 # It reads two known tokens in a step. Of a path that others proposed it has computed less.
                 num_known = len(one.request.token_ids) + len(answer.path)
                 if num_known - len(cache.slots(one.request.request_id)) > 1:

@@ -106,7 +106,7 @@ class DeviceExecutor:
         models = list[SmallModelDrafter]()
         if drafter is not None:
             assert isinstance(drafter, MergedDrafter)
-            models = [one for one in drafter.drafters if isinstance(one, SmallModelDrafter)]
+            models = drafter.models
         max_context = min(target.loaded.max_position, target.cache.num_slots)
         may_sample = why_not_sampled(drafter, verification) is None
         most = scheduler.max_num_seqs

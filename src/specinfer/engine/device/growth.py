@@ -14,61 +14,18 @@ drawn.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specinfer.core.tree_shape import MAX_TREE_NODES
-from specinfer.drafters.assistant_drafter import AssistantRunner
-from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
-from specinfer.drafters.self_drafter import SelfRunner
-from specinfer.model.runner import ModelRunner
+from specinfer.drafters.kind import DraftKind
 from specinfer.ops import tree_ops
 from specinfer.ops.chance_table import ChanceTable
 from specinfer.ops.drawn import Drawing
 from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
 from specinfer.ops.plain_guesses import Guesses
 from specinfer.ops.tree_layout import num_words, pack_bits
-
-
-class DraftKind(NamedTuple):
-    """The known tokens that a drafter computes, and its passes.
-
-    Attributes:
-        reads_paths: Whether it computes whole accepted paths anew, as heads do.
-        shares_cache: Whether it attends to what the target has stored, as copies of the target and assistants do.
-        stores_drafts: False for assistants, whose drafts depend only on the output for their parents, and are all
-            computed at one position.
-        block: Distances from the root of the tokens of one pass for all levels; empty for a pass for each level.
-        max_depth: Largest depth of a tree.
-    """
-
-    reads_paths: bool = False
-    shares_cache: bool = False
-    stores_drafts: bool = True
-    block: range = range(0)
-    max_depth: int = MAX_TREE_NODES
-
-    @property
-    def borrows_slots(self) -> bool:
-        """True if it stores its drafts in the target's slots of a step."""
-        return self.shares_cache and self.stores_drafts
-
-    @classmethod
-    def of(cls, runner: ModelRunner) -> "DraftKind":
-        if not isinstance(runner, HeadRunner):
-            return cls(shares_cache=isinstance(runner, SelfRunner))
-        if isinstance(runner, AssistantRunner):
-            return cls(shares_cache=True, stores_drafts=False)
-        head = runner.head
-        if head.block is None:
-            return cls(reads_paths=True)
-        # The root of a pair is a known token, and computed with the others.
-        return cls(
-            reads_paths=True, block=range(int(head.reads_pairs), head.block.size), max_depth=head.block.max_depth
-        )
 
 
 @dataclass(frozen=True, slots=True)

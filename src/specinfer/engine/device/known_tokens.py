@@ -19,11 +19,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.sparse_context import kept_slots
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.state import DeviceState, DraftState
+from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import tree_ops
 from specinfer.ops.plain_draft import Candidates, Frontier, Grown
@@ -167,11 +167,10 @@ class KnownFeature(KnownRoot):
         state, kept: As those of `KnownRoot`.
     """
 
-    def __init__(
-        self, runner: AssistantRunner, shape: DraftShape, state: DeviceState, kept: Kept, outputs: Tensor
-    ) -> None:
+    def __init__(self, runner: HeadRunner, shape: DraftShape, state: DeviceState, kept: Kept, outputs: Tensor) -> None:
         super().__init__(state, kept)
         assert isinstance(runner.target, ModelRunner)
+        assert isinstance(runner.head, AssistantHead)
         self._head, self._taps, self._outputs = runner.head, runner.target.tensors.taps, outputs
         self._shape = shape
         with torch.inference_mode(mode=False):

@@ -11,7 +11,8 @@ from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, progress_of
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
-from specinfer.engine.device.growth import DraftKind, DraftShape
+from specinfer.drafters.kind import DraftKind
+from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing

@@ -17,7 +17,6 @@ from specinfer.core.rules import RULES, is_random
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import (
     Drafter,
-    FeatureDrafter,
     MergedDrafter,
     SmallModelDrafter,
 )
@@ -68,7 +67,7 @@ def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
     for small in (one for one in drafter.drafters if one.name not in drafter.lookups):
         if not isinstance(small, SmallModelDrafter):
             return f"the drafter {small.name} drafts in another way"
-        if small.runner.padded is None and not isinstance(small, FeatureDrafter):
+        if small.runner.padded is None and not small.kind.reads_features:
             return f"passes of the drafter {small.name} are not captured"
         if is_hybrid(small.runner.loaded.model):
             return f"the drafter {small.name} has convolutions or recurrent layers"
@@ -87,13 +86,13 @@ def why_not_sampled(drafter: Drafter | None, verification: str) -> str | None:
     draws = is_random(verification)
     if verification not in ("coupled", AUTO) and not (draws and RULES[verification].gpu_walk):
         return f"verification is {verification}, which has no walk on a device"
-    kinds = drafter.drafters if isinstance(drafter, MergedDrafter) else ()
+    kinds, models = (drafter.drafters, drafter.models) if isinstance(drafter, MergedDrafter) else ((), [])
     if draws and sum(one.name != PREDICTION for one in kinds) > 1:
         return f"verification is {verification}, with several drafters"
-    if draws and not any(isinstance(one, SmallModelDrafter) for one in kinds):
+    if draws and not models:
         return f"verification is {verification}, and no drafter is a model"
     wanted = "without-replacement" if draws else "shared-noise"
-    others = {one.draft_sampling for one in kinds if isinstance(one, SmallModelDrafter)} - {wanted, AUTO}
+    others = {one.draft_sampling for one in models} - {wanted, AUTO}
     return f"draft_sampling is {others.pop()}" if others else None
 
 

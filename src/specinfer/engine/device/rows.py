@@ -15,7 +15,6 @@ from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import DRAWS_EACH, Request
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.draft_loop import DeviceDrafter
-from specinfer.engine.device.growth import DraftKind
 from specinfer.engine.device.launch import Answers, Launch, Marks
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.masks import TokenMasks
@@ -64,8 +63,7 @@ class DeviceRows:
         self._graphs = target.graphs or Graphs(self._place, captures=False)
         # Rounded to whole rows, because kernels are compiled once for all lengths that are multiples of a power of two.
         context = -(-max_context // _ROW) * _ROW
-        kinds = [DraftKind.of(one.runner) for one in drafters]
-        self.state = DeviceState.empty(num_rows, context, self._place, kinds)
+        self.state = DeviceState.empty(num_rows, context, self._place, [one.kind for one in drafters])
         runners = [target, *(one.runner for one in drafters)]
         self._captured = CapturedSizes[_Ready](self._graphs, runners)
         self._adjustments: Adjustments | None = None
@@ -271,7 +269,7 @@ class DeviceRows:
 
     def _made(self, size: LaunchSize) -> Programs:
         """Return programs without requests, as captures run them."""
-        drafters = [DeviceDrafter(one.runner, one.vocabulary.to_target) for one in self._drafters]
+        drafters = [DeviceDrafter(one.runner, one.kind, one.vocabulary.to_target) for one in self._drafters]
         adjustments = self._adjustments
         if adjustments is None and size.processing >= Processing.ADJUSTMENT:  # to compile kernels for later requests
             adjustments = Adjustments.empty(size.num_rows, self._target.loaded.vocab_size, self._place)

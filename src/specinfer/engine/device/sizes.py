@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
-from specinfer.engine.device.growth import DraftKind, DraftShape
+from specinfer.drafters.kind import DraftKind
+from specinfer.engine.device.growth import DraftShape
 from specinfer.model.graphs.sizes import at_least
 
 # With the root 2, 3, 4, 6, 8, 12, 16, ... rows, so that those of all requests fill the blocks of kernels.

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from specinfer.core.sampling import MAX_LOGPROB_TOKEN_IDS
-from specinfer.engine.device.growth import DraftKind, empty_table
+from specinfer.drafters.kind import DraftKind
+from specinfer.engine.device.growth import empty_table
 from specinfer.ops.chance_table import ChanceTable
 from specinfer.ops.plain_logits import Truncation
 

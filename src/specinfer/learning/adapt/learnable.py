@@ -58,7 +58,7 @@ def learnable(drafter: Drafter, target: LoadedModel) -> Learnable | None:
     if isinstance(drafter, FeatureDrafter):
         is_own = drafter.runner.loaded.folder == target.folder
         return None if is_own or not can_train(drafter.runner.loaded.folder) else LearnableHead(drafter, target)
-    return None if drafter.reads_target else LearnableModel(drafter, target)
+    return None if drafter.kind.reads_target else LearnableModel(drafter, target)
 
 
 def _settings(config: AdaptationConfig, loaded: LoadedModel, usual_rate: float) -> dict[str, Any]:
