@@ -802,7 +802,7 @@ def _tiny_chat_model(chat_model: str, model_folder: Callable[..., Path], monkeyp
     """Stands in for the chat model of the demo, with a drafter."""
     drafter = model_folder(noise=0.3, tokenizer=True)
     monkeypatch.setattr(FIND_CHAT_MODEL, lambda: Path(chat_model))
-    monkeypatch.setattr("specinfer.demo.pair.chat_drafter_folder", lambda: drafter)
+    monkeypatch.setattr("specinfer.setup.model_names.chat_drafter_folder", lambda: drafter)
 
 
 @pytest.mark.usefixtures("_tiny_chat_model")
@@ -880,7 +880,7 @@ def test_drafters_of_the_chat_model_are_its_own_and_a_lookup(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = model_folder(noise=0.3, tokenizer=True)
-    monkeypatch.setattr("specinfer.demo.pair.chat_drafter_folder", lambda: folder)
+    monkeypatch.setattr("specinfer.setup.model_names.chat_drafter_folder", lambda: folder)
     names = [usual_drafters(name, folder, torch.device("cpu")).names for name in ("demo-chat", "demo", "some/model")]
     assert names == [("demo-chat", "suffix"), ("demo",), ("ngram",)]
     assert find_drafter("demo-chat") == folder
@@ -892,7 +892,7 @@ def test_a_drafter_of_the_chat_model_stays_as_it_is_next_to_a_grown_target(
 ) -> None:
     folder = model_folder(noise=0.3, tokenizer=True)
     assert set(plan_growth(find_models("demo-chat", (str(folder),)), "20m", "float32").growths) >= {str(folder)}
-    monkeypatch.setattr("specinfer.demo.pair.chat_drafter_folder", lambda: folder)
+    monkeypatch.setattr("specinfer.setup.model_names.chat_drafter_folder", lambda: folder)
     (folder / "token_map.json").write_text("[1, 2, 3]")
     models = find_models("demo-chat", "auto")
     assert models.drafters == (str(folder), "suffix")
