@@ -27,7 +27,8 @@ from specinfer.bench.bandwidth import Bandwidth
 from specinfer.bench.clock import now
 from specinfer.bench.options import check_whole
 from specinfer.core.tree import TokenTree
-from specinfer.learning.tune.initial_weights import build, export, parse_initial_weights
+from specinfer.learning.trainable import export
+from specinfer.learning.tune.initial_weights import build, parse_initial_weights
 from specinfer.model.batch import Piece
 from specinfer.model.capacity import bytes_per_token
 from specinfer.model.load import LoadedModel, load_model
@@ -202,7 +203,7 @@ def _random_folder(config: HybridConfig) -> Iterator[Path]:
             _write_random(config, folder)
         else:
             target = find_target("demo")
-            export(build(parse_initial_weights(config.drafter), target, 0), target, folder)
+            export(build(parse_initial_weights(config.drafter), target, 0), folder, target)
         yield folder
     finally:
         shutil.rmtree(folder)

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
 from demo_pair.target_texts import TARGETS, Texts, load_target, write_texts
-from specinfer.learning.distillation import LEVEL_SHARE, HeadLogits, draft_logits_of
-from specinfer.learning.heads.trainable import TrainableHead
-from specinfer.learning.tune.initial_weights import build, export, parse_initial_weights
-from specinfer.learning.tune.training import learning_rate_for, make_optimizers
+from specinfer.learning.distillation import LEVEL_SHARE, HeadLogits
+from specinfer.learning.heads.head import TrainableHead
+from specinfer.learning.optimizers import learning_rate_for, make_optimizers
+from specinfer.learning.trainable import export
+from specinfer.learning.tune.initial_weights import build, parse_initial_weights
 from specinfer.model.folder import read_token_map
 from specinfer.ops.quantization import dequantize, quantize
 
@@ -87,26 +88,23 @@ def train(options: argparse.Namespace) -> None:
     start = parse_initial_weights(options.drafter)
     vocab_size = int(target.config.vocab_size)
     kept = _token_map(options, start, vocab_size)
-    model = build(start, folder, 0, None if kept is None else kept.tolist())
-    if isinstance(model, TrainableHead):
-        kept = model.token_map
-        reads: tuple[int, ...] | None = tuple(model.model.reads)
-        if options.freeze_ends and hasattr(model.model, "lm_head"):
-            model.model.lm_head.requires_grad_(False)
+    drafter = build(start, folder, 0, None if kept is None else kept.tolist()).to(device)
+    reads: tuple[int, ...] | None = None
+    ends: tuple[Tensor, ...] = ()  # whose precision is not changed
+    if isinstance(drafter, TrainableHead):
+        reads = tuple(drafter.model.reads)
+        if options.freeze_ends and hasattr(drafter.model, "lm_head"):
+            drafter.model.lm_head.requires_grad_(False)
     else:
-        reads = None
+        ends = (drafter.model.get_input_embeddings().weight,)
         if options.freeze_ends:
-            model.get_input_embeddings().requires_grad_(False)
-    ends = () if reads is not None else (model.get_input_embeddings().weight,)  # their precision is not changed
-    matrices = [one for one in model.parameters() if one.ndim == 2 and one.shape[1] % 32 == 0 and one not in set(ends)]
-    matrices = matrices if options.rounding < 1 else []
-    model.to(device)
-    kept = None if kept is None else kept.to(device)
-    drafter = draft_logits_of(model, kept).to(device)
-    texts = Texts(options.texts, target, kept, device, reads)
-    count = sum(one.numel() for one in model.parameters() if one.requires_grad)
+            drafter.freeze_embeddings()
+    matrices = [one for one in drafter.parameters() if one.ndim == 2 and one.shape[1] % 32 == 0]
+    matrices = [one for one in matrices if one not in set(ends)] if options.rounding < 1 else []
+    texts = Texts(options.texts, target, drafter.token_map, device, reads)
+    count = sum(one.numel() for one in drafter.parameters() if one.requires_grad)
     peak = options.learning_rate or learning_rate_for(count)
-    optimizers = make_optimizers(model, peak, torch.device(device))
+    optimizers = make_optimizers(drafter, peak, torch.device(device))
     drafter.train()
     step = tokens = 0
     began_training = time.monotonic()
@@ -128,7 +126,7 @@ def train(options: argparse.Namespace) -> None:
         loss.backward()
         if before is not None:
             restore(matrices, before)
-        torch.nn.utils.clip_grad_norm_([one for one in model.parameters() if one.requires_grad], 1.0, foreach=True)
+        torch.nn.utils.clip_grad_norm_([one for one in drafter.parameters() if one.requires_grad], 1.0, foreach=True)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -142,7 +140,7 @@ def train(options: argparse.Namespace) -> None:
         rounded(matrices)
     record.append(evaluated(drafter, texts, device) | {"step": step, "tokens": tokens})
     print(json.dumps(record[-1]), file=sys.stderr, flush=True)
-    export(model, folder, options.out, None if isinstance(model, TrainableHead) or kept is None else kept.tolist())
+    export(drafter, options.out, None if isinstance(drafter, TrainableHead) else folder)
     (options.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

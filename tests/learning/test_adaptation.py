@@ -30,17 +30,19 @@ from specinfer.engine.tally import Tally
 from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.learning.adapt.adaptation import Adaptation
-from specinfer.learning.adapt.held_out_evaluation import HeldOutEvaluation, hits_of
+from specinfer.learning.adapt.held_out_evaluation import HeldOutEvaluation
+from specinfer.learning.adapt.hits import served_hits
 from specinfer.learning.adapt.online_trainer import OnlineTrainer
 from specinfer.learning.adapt.settings import AdaptationConfig
-from specinfer.learning.adapt.traffic import Traffic, batches, last_part, pieces
+from specinfer.learning.adapt.traffic import Traffic
 from specinfer.learning.adapt.versions import RECORD, AdaptationFolder, Versions
+from specinfer.learning.batches import batches, last_part, pieces
 from specinfer.learning.examples import Source, TrainingExample
-from specinfer.learning.heads.files import export_head, new_head
+from specinfer.learning.heads.files import new_head
+from specinfer.learning.trainable import TrainableModel, export
 from specinfer.model.definition import load_config
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
-from specinfer.model.trainable import load_trainable, save_trainable
 from specinfer.server.metrics import Metrics
 from specinfer.server.state import ServerState
 from specinfer.verify import Acceptance
@@ -65,7 +67,7 @@ def heads(model_folder: Folders, tmp_path_factory: pytest.TempPathFactory) -> di
     found = {name: tmp_path_factory.mktemp("heads") / name for name in ("eagle3", "dspark")}
     for name, folder in found.items():
         token_map = range(2, 96) if name == "eagle3" else None
-        export_head(new_head(f"new:{name}", model_folder(tokenizer=True, num_hidden_layers=4), 0, token_map), folder)
+        export(new_head(f"new:{name}", model_folder(tokenizer=True, num_hidden_layers=4), 0, token_map), folder)
     return found
 
 
@@ -193,11 +195,11 @@ def test_what_is_worse_on_newer_traffic_is_taken_back(loaded: Callable[..., LLM]
 
 
 def _corrupted(one: OnlineTrainer, folder: Path) -> None:
-    model = load_trainable(one.original.folder, CPU)
+    drafter = TrainableModel.load(one.original.folder)
     with torch.no_grad():
-        for weight in model.parameters():
+        for weight in drafter.parameters():
             weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
-    save_trainable(model, one.original.folder, folder)
+    drafter.save(folder, one.original.folder)
 
 
 def test_a_round_that_was_left_for_others_goes_on(loaded: Callable[..., LLM]) -> None:
@@ -220,19 +222,19 @@ def test_what_is_not_finite_is_thrown_away(loaded: Callable[..., LLM], caplog: p
     one = _trainer(llm)
     _said(llm, _prompts(10))
     with torch.no_grad():
-        next(iter(one._student._model.parameters())).fill_(float("nan"))
+        next(iter(one._student.drafter.parameters())).fill_(float("nan"))
     llm.adapt(600)
     assert one.stats.num_restarts == 1
     assert "not finite" in caplog.text
     assert math.isfinite(one.stats.loss), "it goes on from the weights in use"
-    assert all(bool(weight.isfinite().all()) for weight in one._student._model.parameters())
+    assert all(bool(weight.isfinite().all()) for weight in one._student.drafter.parameters())
 
 
 def test_weights_that_cannot_be_loaded_are_thrown_away(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     llm = loaded(adapt_dir=tmp_path)
     one = _trainer(llm)
     _said(llm, _prompts(16))
-    one._student.save = lambda origin, folder: (folder / "config.json").write_text("{}") and None  # type: ignore[method-assign]
+    one._student.save = lambda folder, origin: (folder / "config.json").write_text("{}") and None  # type: ignore[method-assign]
     llm.adapt(600)
     assert one.stats.num_restarts >= 1
     assert one.stats.num_swaps == 0
@@ -245,7 +247,7 @@ def test_what_is_worse_in_the_form_it_would_serve_in_is_not_used(loaded: Callabl
     _said(llm, _prompts(16))
     saved = []
 
-    def save(origin: Path, folder: Path) -> None:
+    def save(folder: Path, origin: Path) -> None:
         saved.append(folder)
         _corrupted(one, folder)
 
@@ -411,7 +413,7 @@ def test_versions_are_compared_on_what_both_answered() -> None:
 def test_hits_are_those_of_a_plain_pass(model_folder: Folders, quantization: str | None) -> None:
     folder = model_folder(noise=0.4)
     loaded = load_model(folder, torch.float32, CPU, quantization)
-    model = load_trainable(folder, CPU)
+    model = TrainableModel.load(folder).model
     example = _example(7, 60)
 
     def logits() -> torch.Tensor:
@@ -424,8 +426,8 @@ def test_hits_are_those_of_a_plain_pass(model_folder: Folders, quantization: str
     wanted = (logits().argmax(-1).numpy() == example.tokens[7:]).astype(np.float32)
     assert 0.5 < wanted.mean() < 0.8
     exact = quantization is None
-    assert np.allclose(hits_of(loaded, example, VOCAB), wanted) if exact else True
-    assert (hits_of(loaded, example, VOCAB) == wanted).mean() > 0.8
+    assert np.allclose(served_hits(loaded, example, VOCAB), wanted) if exact else True
+    assert (served_hits(loaded, example, VOCAB) == wanted).mean() > 0.8
 
     sampled = replace(example, source=Source.SAMPLED)
     q = logits().softmax(-1).numpy()
@@ -433,15 +435,16 @@ def test_hits_are_those_of_a_plain_pass(model_folder: Folders, quantization: str
     overlap = [
         sum(min(p[i, j], q[i, token]) for j, token in enumerate(row)) for i, row in enumerate(example.top_ids.tolist())
     ]
-    assert np.allclose(hits_of(loaded, sampled, VOCAB), overlap, atol=1e-4 if exact else 0.1)
+    assert np.allclose(served_hits(loaded, sampled, VOCAB), overlap, atol=1e-4 if exact else 0.1)
 
 
 def test_a_model_without_attention_is_trained(model_folder: Folders, tmp_path: Path) -> None:
     folder = model_folder("qwen3_5_text", tokenizer=True, layer_types=["linear_attention"] * 3)
-    model = load_trainable(folder, CPU)
+    drafter = TrainableModel.load(folder)
+    model = drafter.model
     model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert model.get_input_embeddings().weight.grad.any()
-    save_trainable(model, folder, tmp_path / "copy")
+    drafter.save(tmp_path / "copy", folder)
     assert load_config(tmp_path / "copy").use_cache
     model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
 
@@ -449,12 +452,12 @@ def test_a_model_without_attention_is_trained(model_folder: Folders, tmp_path: P
 @pytest.mark.parametrize("family", ["llama", "opt", "falcon-7b", "mpt", "gpt2", "qwen3_moe", "gemma2", "gpt_neox"])
 def test_a_copy_goes_into_a_folder_and_back(family: str, model_folder: Folders, tmp_path: Path) -> None:
     folder = model_folder(family, tokenizer=True)
-    model = load_trainable(folder, CPU)
-    assert all(weight.requires_grad and weight.dtype == torch.float32 for weight in model.parameters())
-    save_trainable(model, folder, tmp_path / "copy")
+    drafter = TrainableModel.load(folder)
+    assert all(weight.requires_grad and weight.dtype == torch.float32 for weight in drafter.parameters())
+    drafter.save(tmp_path / "copy", folder)
     tokens = _example(3, 40)
     before, after = (load_model(each, torch.float32, CPU) for each in (folder, tmp_path / "copy"))
-    assert np.array_equal(hits_of(before, tokens, VOCAB), hits_of(after, tokens, VOCAB))
+    assert np.array_equal(served_hits(before, tokens, VOCAB), served_hits(after, tokens, VOCAB))
     assert after.layer_shapes == before.layer_shapes
     assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
@@ -525,8 +528,8 @@ def test_what_was_learned_is_taken_up_at_the_next_start(loaded: Callable[..., LL
     assert kept.parent == folder
     weights = load_model(kept, torch.float32, CPU)  # an ordinary folder
     example = _example(3, 40)
-    wanted = hits_of(one.current.loaded, example, VOCAB)
-    assert np.array_equal(hits_of(weights, example, VOCAB), wanted)
+    wanted = served_hits(one.current.loaded, example, VOCAB)
+    assert np.array_equal(served_hits(weights, example, VOCAB), wanted)
     assert len(list(folder.glob("*-*"))) <= 2
     with pytest.raises(ValueError, match="in use by another engine"):
         loaded(adapt_dir=folder)
@@ -535,7 +538,7 @@ def test_what_was_learned_is_taken_up_at_the_next_start(loaded: Callable[..., LL
     again = _trainer(loaded(adapt_dir=folder))
     assert again.current.folder == kept
     assert again.current is not again.original
-    assert np.array_equal(hits_of(again._drafter.runner.loaded, example, VOCAB), wanted)
+    assert np.array_equal(served_hits(again._drafter.runner.loaded, example, VOCAB), wanted)
     assert {file.name: file.read_bytes() for file in origin.iterdir()} == untouched
 
 
@@ -575,7 +578,7 @@ def test_a_full_disk_leaves_no_half_version(loaded: Callable[..., LLM], tmp_path
     one = _trainer(llm)
     _said(llm, _prompts(16))
 
-    def save(origin: Path, folder: Path) -> None:
+    def save(folder: Path, origin: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 

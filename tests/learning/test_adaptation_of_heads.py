@@ -15,10 +15,12 @@ from pair_heads import save_eagle
 from references_of_text import hidden_states
 from specinfer import LLM, SamplingParams
 from specinfer.learning.adapt.adaptation import Adaptation
-from specinfer.learning.adapt.learnable import LearnableHead
+from specinfer.learning.adapt.hits import served_hits
 from specinfer.learning.adapt.settings import HEAD_RATE, MODEL_RATE, AdaptationConfig
+from specinfer.learning.adapt.student import Student, find_learner
 from specinfer.learning.examples import Source, TrainingExample
-from specinfer.learning.heads.files import export_head, new_head
+from specinfer.learning.heads.files import new_head
+from specinfer.learning.trainable import export
 from specinfer.model.heads.load import find_format
 from tiny import make_model, random_prompts, save_model
 
@@ -48,7 +50,7 @@ def _num_accepted(llm: LLM) -> int:
 def test_what_a_head_learned_is_a_head_that_drafts_better_and_is_taken_up_again(
     kind: str, token_map: Any, target: Path, tmp_path: Path
 ) -> None:
-    export_head(new_head(f"new:{kind}", target, 0, token_map), tmp_path / "head")
+    export(new_head(f"new:{kind}", target, 0, token_map), tmp_path / "head")
     options = {"tree": "1,1,1", "max_num_seqs": 8, "enable_prefix_caching": False}
     with llm_of(target, tmp_path / "head", **options) as llm:
         before = _num_accepted(llm)
@@ -73,11 +75,11 @@ def test_what_a_head_learned_is_a_head_that_drafts_better_and_is_taken_up_again(
 
 
 def test_a_head_learns_more_slowly_than_a_small_model_unless_a_rate_is_given(target: Path, tmp_path: Path) -> None:
-    export_head(new_head("new:eagle3", target, 0), tmp_path / "head")
+    export(new_head("new:eagle3", target, 0), tmp_path / "head")
     with llm_of(target, tmp_path / "head", save_model(tmp_path / "small", num_hidden_layers=1)) as llm:
         for rate, wanted in ((None, [HEAD_RATE, MODEL_RATE]), (0.5, [0.5, 0.5])):
             adaptation = _adaptation(llm, tmp_path / str(rate), AdaptationConfig(learning_rate=rate, window=64))
-            assert [one._student._optimizer.param_groups[0]["lr"] for one in adaptation._trainers] == wanted
+            assert [one._student.trainer.optimizers[0].param_groups[0]["lr"] for one in adaptation._trainers] == wanted
             adaptation.close()
 
 
@@ -118,15 +120,16 @@ def test_hits_of_a_served_head_are_those_of_its_training_copy(
 ) -> None:
     model, tokens = make_model("llama", num_hidden_layers=LAYERS), random_prompts([45])[0]
     with llm_of(target, save(tmp_path / "head"), tree="1,1") as llm:
-        learner = LearnableHead(drafter_of(llm), llm.target.loaded)
+        learner = find_learner(drafter_of(llm), llm.target.loaded)
+        assert learner is not None
         reads, count = drafter_of(llm).runner.head.reads, len(tokens) - num_prompt
         taps = dict(zip(reads, hidden_states(model, tokens[:-1], reads), strict=True))
         example = TrainingExample(
             np.asarray(tokens, dtype=np.int32), num_prompt, np.tile(np.arange(16, dtype=np.int32), (count, 1)),
             np.full((count, 16), -2.8, np.float16), np.zeros(count, np.float16), 0, Source.SAMPLED, taps,
         )  # fmt: skip
-        served = learner.hits(drafter_of(llm).runner.loaded, example)
-        copy = learner.student(tmp_path / "head", QUICK).hits(example)
+        served = served_hits(drafter_of(llm).runner.loaded, example, learner.vocab_size)
+        copy = Student(learner, tmp_path / "head", QUICK).hits(example)
         assert len(served) == count
         assert np.ptp(served) > 0
         np.testing.assert_allclose(served, copy, rtol=1e-4, atol=1e-5)

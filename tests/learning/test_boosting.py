@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,24 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.drafters import SmallModelDrafter
-from specinfer.learning.distillation import DraftLogits, distillation_loss, restrict
-from specinfer.learning.examples import Batch, DamagedError, ExampleRecorder, Source, TrainingExample
+from specinfer.learning.batches import Batch
+from specinfer.learning.distillation import distillation_loss, restrict
+from specinfer.learning.examples import DamagedError, ExampleRecorder, Source, TrainingExample
+from specinfer.learning.trainable import TrainableModel
 from specinfer.learning.tune import boosting
-from specinfer.learning.tune.boosting import Predictions, is_predicted, predict, residual_logprobs, token_weights
-from specinfer.learning.tune.prediction_files import load_predictions, save_predictions
+from specinfer.learning.tune.boosting import (
+    Predictions,
+    is_predicted,
+    load_predictions,
+    predict,
+    residual_logprobs,
+    save_predictions,
+    token_weights,
+)
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_model, make_request, random_prompts, run, transformers_model
 
-CPU = torch.device("cpu")
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=40)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 chances = st.floats(0.0, 1.0, width=32)
@@ -179,11 +186,11 @@ def test_a_miss_is_no_hit_in_a_large_vocabulary() -> None:
         np.zeros(1, dtype=np.float16),
     )
 
-    class Wrong(torch.nn.Module):
-        def forward(self, input_ids: torch.Tensor) -> Any:
-            return SimpleNamespace(logits=-torch.arange(vocab).float().expand(*input_ids.shape, vocab))
+    class Wrong(TrainableModel):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return -torch.arange(vocab).float().expand(1, vocab)
 
-    (predictions,) = predict(Wrong(), [example], torch.device("cpu"))
+    (predictions,) = predict(Wrong(make_model("llama")), [example])
     assert predictions.ranks.tolist() == [128]
     assert not predictions.hits.any()
 
@@ -229,7 +236,7 @@ def test_ranks_are_places_among_the_guesses_that_the_engine_makes(
     model = transformers_model(model_folder(noise=0.4))
     model.set_attn_implementation("eager")
     places = set()
-    for found, of_request in zip(predict(model, examples, CPU, rows=2), guesses, strict=True):
+    for found, of_request in zip(predict(TrainableModel(model), examples, rows=2), guesses, strict=True):
         for place, tokens, output_ids in of_request:
             if tokens:
                 rank = tokens.index(output_ids) if output_ids in tokens else width
@@ -251,7 +258,7 @@ def test_marks_have_the_drafters_distribution_and_the_acceptance_probability(
     )
     model = transformers_model(model_folder(noise=0.4))
     model.set_attn_implementation("eager")
-    for example, found in zip(examples, predict(model, examples, CPU, rows=3), strict=True):
+    for example, found in zip(examples, predict(TrainableModel(model), examples, rows=3), strict=True):
         for i in range(example.num_output):
             before = example.tokens[: example.num_prompt + i].tolist()
             distribution = reference.last_logits(model, before).softmax(-1)
@@ -325,10 +332,9 @@ def test_logits_of_a_map_are_those_of_the_whole_head(tied: bool) -> None:
     model = make_model("llama", tie_word_embeddings=tied)
     batch = batch_of(torch.randn((7, VOCAB), generator=torch.Generator().manual_seed(3)), 4)
     token_map = torch.tensor([1, 5, 6, VOCAB - 1])
-    mapped = DraftLogits(model, token_map)
+    mapped = TrainableModel(model, token_map)
     with torch.no_grad():
-        whole, some = DraftLogits(model)(batch), mapped(batch)
+        whole, some, expanded = TrainableModel(model)(batch), mapped(batch), mapped.next_logits(batch)
     torch.testing.assert_close(some, whole[:, token_map])
-    expanded = mapped.expand(some)
     assert torch.equal(expanded[:, token_map], some)
     assert expanded.isinf().sum() == 7 * (VOCAB - 4)

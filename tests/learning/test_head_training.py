@@ -22,11 +22,13 @@ from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.block_drafter import BlockDrafter
-from specinfer.learning.examples import TrainingExample, collate
+from specinfer.learning.batches import collate
+from specinfer.learning.examples import TrainingExample
 from specinfer.learning.heads.block import TrainableBlock
 from specinfer.learning.heads.eagle3 import NUM_LEVELS
-from specinfer.learning.heads.files import NEW_HEADS, export_head, new_head, read_head
-from specinfer.learning.heads.trainable import TrainableHead
+from specinfer.learning.heads.files import NEW_HEADS, new_head, read_head
+from specinfer.learning.heads.head import TrainableHead
+from specinfer.learning.trainable import export
 from specinfer.learning.tune.initial_weights import build, parse_initial_weights
 from specinfer.learning.tune.training import TrainingConfig, fit
 from tiny import make_model, random_prompts, save_model, save_tokenizer
@@ -117,7 +119,7 @@ def test_what_is_written_is_read_again_in_the_format_of_speculators(
     name: str, token_map: range | None, target: Path, tmp_path: Path
 ) -> None:
     head = new_head(name, target, 3, token_map)
-    export_head(head, tmp_path / "written")
+    export(head, tmp_path / "written")
     fields = json.loads((tmp_path / "written/config.json").read_text())
     kind = name.removeprefix("new:")
     assert fields["speculators_model_type"] == fields["speculators_config"]["algorithm"] == kind
@@ -147,7 +149,7 @@ def test_a_head_in_another_format_keeps_it_with_the_tensors_that_are_not_trained
     head = read_head(folder, target)
     with torch.no_grad():
         head.model.hidden_norm.weight.fill_(3.0)
-    export_head(head, tmp_path / "written")
+    export(head, tmp_path / "written")
     configs = [json.loads((one / "config.json").read_text()) for one in (folder, tmp_path / "written")]
     assert configs[0] == configs[1]
     read, written = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "written"))
@@ -179,7 +181,7 @@ def test_a_few_steps_lower_the_loss_and_resuming_gives_the_same_weights(
 def test_a_trained_block_head_drafts_what_it_computed_in_training(target: Path, tmp_path: Path) -> None:
     head, _ = _trained("new:dspark", target, tmp_path / "head.pt", 12)
     assert isinstance(head, TrainableBlock)
-    export_head(head, tmp_path / "written")
+    export(head, tmp_path / "written")
     with llm_of(target, tmp_path / "written", tree="1,1") as llm:
         drafter = drafter_of(llm)
         assert isinstance(drafter, BlockDrafter)
@@ -203,7 +205,7 @@ def test_a_trained_block_head_drafts_what_it_computed_in_training(target: Path, 
 
 def test_sizes_of_a_new_block_head_are_those_of_its_name(target: Path, tmp_path: Path) -> None:
     """Attention starts as the target's, as before; a head with more layers than the target is refused."""
-    export_head(build(parse_initial_weights("new:dspark:2x40x3"), target, 0), tmp_path / "head")
+    export(build(parse_initial_weights("new:dspark:2x40x3"), target, 0), tmp_path / "head")
     tensors, usual = load_file(tmp_path / "head/model.safetensors"), new_head("new:dspark", target, 0).tensors()
     assert [tensors[f"layers.{i}.mlp.down_proj.weight"].shape for i in range(2)] == [(32, 40)] * 2
     assert tensors["markov_head.markov_w1.weight"].shape == (96, 3)

@@ -10,13 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specinfer.core.sampling import SamplingParams
-from specinfer.learning.tune.initial_weights import (
-    InitialWeights,
-    build,
-    check_vocabulary,
-    export,
-    parse_initial_weights,
-)
+from specinfer.learning.trainable import export
+from specinfer.learning.tune.initial_weights import build, check_vocabulary, parse_initial_weights
 from specinfer.llm import LLM
 from tiny import VOCAB, random_prompts, save_model
 
@@ -35,7 +30,11 @@ def loaded(folder: Path) -> Any:
 
 
 def made(name: str, target: Path, seed: int = 0) -> Any:
-    return build(parse_initial_weights(name), target, seed)
+    return build(parse_initial_weights(name), target, seed).model
+
+
+def written(name: str, target: Path, folder: Path, seed: int = 0) -> None:
+    export(build(parse_initial_weights(name), target, seed), folder, target)
 
 
 # --------------------------------------------------------------------------------- layers of the target
@@ -68,7 +67,7 @@ def test_layers_that_are_cut_out_are_the_targets_own(
             parts[number] = str(places[int(parts[number])])
         assert torch.equal(weight, whole[".".join(parts)]), name
     assert seen == {0, 1, 2}
-    export(model, target, tmp_path / "out")
+    written("layers:3", target, tmp_path / "out")
     again = loaded(tmp_path / "out")
     assert again.config.num_hidden_layers == 3
     assert logits(again) == pytest.approx(logits(model), abs=1e-5)
@@ -90,7 +89,7 @@ def test_fresh_models_have_the_targets_family_and_the_asked_size(
     assert model.config.model_type == loaded(target).config.model_type
     assert torch.equal(logits(made(name, target, seed=1)), logits(model))
     assert not torch.equal(logits(made(name, target, seed=2)), logits(model))
-    export(model, target, tmp_path / "out")
+    written(name, target, tmp_path / "out", seed=1)
     assert logits(loaded(tmp_path / "out")) == pytest.approx(logits(model), abs=1e-5)
 
 
@@ -104,7 +103,7 @@ def test_a_new_hybrid_has_the_targets_vocabulary_and_a_size_of_its_own(
     assert model.config.layer_types == [*["linear_attention"] * 3, "full_attention"]
     assert torch.equal(logits(made("new:hybrid", target, seed=1)), logits(model))
     assert not torch.equal(logits(made("new:hybrid", target, seed=2)), logits(model))
-    export(model, target, tmp_path / "out")
+    written("new:hybrid", target, tmp_path / "out", seed=1)
     assert logits(loaded(tmp_path / "out")) == pytest.approx(logits(model), abs=1e-5)
 
 
@@ -131,7 +130,7 @@ def test_what_is_written_drafts_and_leaves_the_output_alone(
     starts = [*("layers:1", "new:1", "new:2x16"), str(model_folder(family, noise=0.2, tokenizer=True))]
     folders = [tmp_path / str(i) for i in range(len(starts))]
     for start, folder in zip(starts, folders, strict=True):
-        export(made(start, target), target, folder)
+        written(start, target, folder)
         assert (folder / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
         assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # whoever reads one may read all
     params = [SamplingParams(temperature=t, max_tokens=12, seed=4) for t in (0.0, 1.0)]
@@ -148,9 +147,9 @@ def test_what_is_written_drafts_and_leaves_the_output_alone(
 
 def test_a_folder_that_is_there_is_replaced_in_one_move(model_folder: Callable[..., Path], tmp_path: Path) -> None:
     target, out = model_folder(tokenizer=True), tmp_path / "out"
-    export(made("new:1", target, 0), target, out)
+    written("new:1", target, out, 0)
     (out / "left-over").touch()
-    export(made("new:1", target, 1), target, out)
+    written("new:1", target, out, 1)
     assert logits(loaded(out)) == pytest.approx(logits(made("new:1", target, 1)))
     assert not (out / "left-over").exists()
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
@@ -160,14 +159,14 @@ def test_an_export_that_fails_leaves_the_folder_before(
     model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, out = model_folder(tokenizer=True), tmp_path / "out"
-    export(made("new:1", target, 0), target, out)
+    written("new:1", target, out, 0)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shutil.copyfile", full)
     with pytest.raises(OSError, match="No space"):
-        export(made("new:1", target, 1), target, out)
+        written("new:1", target, out, 1)
     assert logits(loaded(out)) == pytest.approx(logits(made("new:1", target, 0)))
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
@@ -188,7 +187,7 @@ def test_a_drafter_with_fewer_padded_tokens_than_the_target_gets_its_number(
     model = made(str(start), target)
     assert model.config.vocab_size == VOCAB + 32
     assert logits(model)[..., :VOCAB] == pytest.approx(logits(loaded(start)), abs=1e-5)
-    export(model, target, tmp_path / "out")
+    written(str(start), target, tmp_path / "out")
     assert torch.equal(logits(loaded(tmp_path / "out")), logits(model))
 
 
@@ -274,4 +273,4 @@ def test_layers_that_cannot_be_distinguished_are_refused(
 ) -> None:
     monkeypatch.setattr("specinfer.learning.tune.initial_weights._LAYER_LISTS", ())
     with pytest.raises(ValueError, match="cannot be found; start from a checkpoint"):
-        build(InitialWeights("layers:1", num_layers=1, is_cut=True), model_folder(), 0)
+        made("layers:1", model_folder())

@@ -20,10 +20,10 @@ from specinfer.learning.policy.network_training import (
     rate_of,
     train_network,
 )
+from specinfer.learning.policy.options import PolicyConfig
 from specinfer.learning.policy.step_collection import collect_steps, make_tasks
 from specinfer.learning.policy.training import train_policy
 from specinfer.learning.policy.tree_outcomes import _count, outcomes_of
-from specinfer.learning.tune.options import PolicyConfig
 from specinfer.llm import LLM
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve

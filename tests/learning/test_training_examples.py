@@ -13,15 +13,9 @@ import torch
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import SmallModelDrafter
-from specinfer.learning.examples import (
-    DamagedError,
-    ExampleRecorder,
-    Source,
-    TrainingExample,
-    TrainingExamples,
-    collate,
-)
-from specinfer.learning.tune.collection import collect, load, read
+from specinfer.learning.batches import collate
+from specinfer.learning.examples import DamagedError, ExampleRecorder, Source, TrainingExample, TrainingExamples
+from specinfer.learning.tune.collection import Collection, load
 from specinfer.model.runner import ModelRunner
 from tiny import VOCAB, make_engine, make_model, make_request, random_prompts, run
 
@@ -84,7 +78,7 @@ def test_examples_are_transformers_distributions_of_the_same_text(
 
 
 def num_kept(recorder: ExampleRecorder) -> int:
-    return len(recorder._ids) + len(recorder._logprobs) + len(recorder._said)
+    return len(recorder._seen)
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))
@@ -113,9 +107,8 @@ def test_aborted_requests_leave_nothing_and_make_no_example(runner_of: Callable[
         engine.step()
     for request in requests[:2]:
         engine.abort(request)
-        recorder.forget(request)
-        recorder.forget(request)  # nothing is there any more
-        assert recorder.finish(request) is None
+        recorder.finish(request)
+        assert recorder.finish(request) is None, "nothing is left of it"
     run_out(engine)
     assert all(recorder.finish(request) is not None for request in requests[2:])
     assert not num_kept(recorder)
@@ -149,10 +142,9 @@ def llm(model_folder: Callable[..., Path]) -> Any:
     return LLM(model_folder(tokenizer=True), tree="off", max_num_seqs=8)
 
 
-def collected(llm: Any, folder: Path, **changes: Any) -> TrainingExamples:
+def collected(llm: Any, folder: Path, note: Any = lambda done: None, **changes: Any) -> TrainingExamples:
     prompts = random_prompts([4] * 70, seed=9)
-    settings = {"max_tokens": 5, "temperatures": (0.0, 1.0), "seed": 3, "top": TOP, "note": lambda done: None}
-    collect(llm, prompts, folder, **(settings | changes))
+    Collection(llm, TOP, note, **changes).generate(prompts, folder, max_tokens=5, temperatures=(0.0, 1.0), seed=3)
     return load(folder)
 
 
@@ -183,8 +175,7 @@ def test_two_processes_share_the_files(llm: Any, tmp_path: Path) -> None:
     alone.mkdir()
     shared.mkdir()
     collected(llm, alone)
-    collect(llm, random_prompts([4] * 70, seed=9), shared, max_tokens=5, temperatures=(0.0, 1.0), seed=3, top=TOP,
-            note=lambda done: None, process=(1, 2))  # fmt: skip
+    collected(llm, shared, process=(1, 2))
     assert [file.name for file in shared.iterdir()] == ["generated-00001.safetensors"]
     collected(llm, shared, process=(0, 2))
     for file in alone.iterdir():
@@ -193,7 +184,7 @@ def test_two_processes_share_the_files(llm: Any, tmp_path: Path) -> None:
 
 def test_texts_are_read_as_transformers_reads_them(llm: Any, tmp_path: Path) -> None:
     texts = random_prompts([2, 13, 40], seed=4)
-    read(llm, texts, tmp_path, top=TOP, note=lambda done: None)
+    Collection(llm, TOP, lambda done: None).read(texts, tmp_path)
     model = make_model("llama")
     for example, text in zip(load(tmp_path), texts, strict=True):
         assert (example.tokens.tolist(), example.num_prompt, example.source) == (text, 1, Source.READ)

@@ -23,9 +23,8 @@ from typer.testing import CliRunner
 
 from specinfer.cli.app import app
 from specinfer.core.sampling import SamplingParams
-from specinfer.learning.distillation import distillation_loss, generated_logits
-from specinfer.learning.examples import collate
-from specinfer.learning.tune import training
+from specinfer.learning import trainable
+from specinfer.learning.batches import collate
 from specinfer.learning.tune.collection import load
 from specinfer.learning.tune.initial_weights import InitialWeights, build, parse_initial_weights
 from specinfer.llm import LLM
@@ -120,8 +119,8 @@ def test_drafters_learned_and_the_second_otherwise_than_alone(target: str, done:
         made_of = {"drafter-1": "layers:1", "control-2": "new:1", "control-3": "new:1x16"}
         for seed, (name, start) in enumerate(made_of.items()):
             before, after = (
-                float(distillation_loss(generated_logits(model.eval(), batch), batch.top_ids, batch.top_logprobs))
-                for model in (
+                float(drafter.loss(drafter.eval()(batch), batch))
+                for drafter in (
                     build(parse_initial_weights(start), Path(target), seed),
                     build(InitialWeights(name, folder / name), Path(target), 0),
                 )
@@ -142,8 +141,7 @@ def test_a_drafter_with_a_token_map_keeps_the_target_s_embeddings_and_predicts_m
     assert token_map == sorted(set(token_map))
     assert len(token_map) == 24
     start, tuned = (
-        build(parse_initial_weights("layers:1"), Path(target), 0),
-        build(InitialWeights("", folder), Path(target), 0),
+        build(each, Path(target), 0).model for each in (parse_initial_weights("layers:1"), InitialWeights("", folder))
     )
     assert torch.equal(start.get_input_embeddings().weight, tuned.get_input_embeddings().weight)
     changed = [name for name, weight in start.named_parameters() if not torch.equal(weight, tuned.get_parameter(name))]
@@ -161,8 +159,8 @@ def test_a_new_hybrid_learns_and_drafts_for_the_target(target: str, data: str, t
     losses = []
     for start in (parse_initial_weights("new:hybrid:2x64"), InitialWeights("tuned", folder)):
         with torch.no_grad():
-            logits = generated_logits(build(start, Path(target), 0).eval(), batch)
-        losses.append(float(distillation_loss(logits, batch.top_ids, batch.top_logprobs)))
+            drafter = build(start, Path(target), 0).eval()
+            losses.append(float(drafter.loss(drafter(batch), batch)))
     assert losses[1] < 0.8 * losses[0], losses
     prompts = [{"prompt_token_ids": ids} for ids in random_prompts([5, 9], seed=8)]
     params = SamplingParams(temperature=0.0, max_tokens=12)
@@ -477,13 +475,13 @@ def test_extras_that_are_missing(
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(
     target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ordinary, steps = training.training_loss, []
+    ordinary, steps = trainable.training_loss, []
 
     def broken(*args: Any) -> Any:
         steps.append(1)
         return ordinary(*args) * (torch.nan if len(steps) == 5 else 1.0)
 
-    monkeypatch.setattr(training, "training_loss", broken)
+    monkeypatch.setattr(trainable, "training_loss", broken)
     words = (target, "--drafter", "new:1", "--data", data, *SMALL, "--out", str(tmp_path / "run"), "--save-every", "0")
     line = refusal(*words)
     assert "the loss is not finite at step 4: lower --learning-rate" in line
@@ -524,7 +522,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_it_resumes_when_there_is_space
         place = {
             "examples": "specinfer.learning.examples.save_file",
             "checkpoint": "torch.save",
-            "marks": "specinfer.learning.tune.prediction_files.save_arrays",
+            "marks": "specinfer.learning.tune.boosting.save_arrays",
             "model": "transformers.PreTrainedModel.save_pretrained",
         }[stage]
         patch.setattr(place, full)

@@ -139,7 +139,7 @@ def test_the_library_reads_what_quantize_writes_as_what_is_computed_with(
     to: str, bits: int, source: Path, tmp_path: Path
 ) -> None:
     """Where codes are decoded, and where they are computed with as they are."""
-    write_quantized(QuantizeConfig(model=str(source), to=to, out=tmp_path / "out"), lambda *_: None, lambda _: None)
+    write_quantized(QuantizeConfig(model=str(source), to=to, out=tmp_path / "out"))
     fields = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     config = library.QuantizationConfig.model_validate(fields)
     scheme = config.config_groups["group_0"]

@@ -33,7 +33,7 @@ PROMPT = random_prompts([24], seed=3)[0]
 def _written(family: str, to: str = "int4", **sizes: int) -> Callable[[Path], Path]:
     def make(place: Path) -> Path:
         source = save_model(place / "source", family, **(WIDE | sizes))
-        write_quantized(QuantizeConfig(model=str(source), to=to, out=place / "q"), lambda *_: None, lambda _: None)
+        write_quantized(QuantizeConfig(model=str(source), to=to, out=place / "q"))
         return place / "q"
 
     return make

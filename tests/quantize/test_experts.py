@@ -36,7 +36,7 @@ NAMES = {"mixtral": "w1 w2 w3", "lfm2_moe": "w1 w2 w3", "granitemoe": "w1 w2 w3"
 
 def write(source: Path, out: Path, to: str = "int4", **options: Any) -> QuantizeReport:
     config = QuantizeConfig(model=str(source), to=to, out=out, **options)
-    return write_quantized(config, lambda *_: None, lambda _: None)
+    return write_quantized(config)
 
 
 def rounded(folder: Path, to: str) -> Any:

@@ -84,7 +84,7 @@ def write(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
     make_model("llama", **sizes).save_pretrained(folder / "source")
     tokenizer.save_pretrained(folder / "source")
     config = QuantizeConfig(model=str(folder / "source"), to="q4_k", out=folder / "m.gguf")
-    write_quantized(config, lambda *_: None, lambda _: None)
+    write_quantized(config)
     return folder / "m.gguf"
 
 

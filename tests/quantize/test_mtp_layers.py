@@ -32,7 +32,7 @@ def save(folder: Path, family: str) -> Path:
 
 
 def write(source: Path, out: Path, to: str) -> Path:
-    write_quantized(QuantizeConfig(model=str(source), to=to, out=out), lambda *_: None, lambda _: None)
+    write_quantized(QuantizeConfig(model=str(source), to=to, out=out))
     return out
 
 

@@ -25,7 +25,7 @@ from tiny import FAMILIES, VOCAB, save_model, save_tokenizer
 
 def run(model: Path, out: Path, to: str = "int4", **options: object) -> QuantizeReport:
     config = QuantizeConfig(model=str(model), to=to, out=out, **options)  # type: ignore[arg-type]
-    return write_quantized(config, lambda *_: None, lambda _: None)
+    return write_quantized(config)
 
 
 def unpacked(tensors: dict[str, Tensor], layer: str, bits: int) -> Tensor:

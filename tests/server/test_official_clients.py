@@ -149,7 +149,7 @@ def test_ollama_is_told_the_format_of_the_weights_whatever_the_model_is_called(
 ) -> None:
     assert clients.ollama.show("tiny").details.format == "safetensors"
     config = QuantizeConfig(model=str(clients.llm.target.loaded.folder), to="q8_0", out=tmp_path / "tiny.gguf")
-    write_quantized(config, lambda *_: None, lambda _: None)
+    write_quantized(config)
     with LLM(tmp_path / "tiny.gguf") as llm, served_on_port(llm) as url, ollama.Client(url) as client:
         assert client.list().models[0].details.format == "gguf"
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from specinfer import LLM, SamplingParams
 from specinfer.core.config import SpeculativeConfig
 from specinfer.demo.chat_model import PACKAGE, find_chat_model
-from specinfer.learning.tune.initial_weights import build, export, parse_initial_weights
+from specinfer.learning.trainable import export
+from specinfer.learning.tune.initial_weights import build, parse_initial_weights
 from specinfer.model.definition import load_plain
 from specinfer.model.folder import find_folder
 from specinfer.model.layers.fused import FusedDecoder
@@ -44,7 +45,7 @@ def smollm2_folder(smollm2_file: Path) -> Path:
 def smollm2_layers(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter of two of its layers."""
     folder = tmp_path_factory.mktemp("real") / "layers"
-    export(build(parse_initial_weights("layers:2"), smollm2_folder, 0), smollm2_folder, folder)
+    export(build(parse_initial_weights("layers:2"), smollm2_folder, 0), folder, smollm2_folder)
     return folder
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from chat_prompts import beginnings, is_turn, passages
 from demo_pair.static_generation import StaticGenerator
 from specinfer.demo.corpus import read_text, training_files
-from specinfer.learning.examples import Batch
+from specinfer.learning.batches import Batch
 from specinfer.model.definition import load_plain, load_tokenizer
 from specinfer.setup.model_names import find_target
 

@@ -53,7 +53,7 @@ def quantize(
             json=as_json,
         )  # fmt: skip
         with StageProgress(screen.err) as progress:
-            report = write_quantized(config, progress.stage, progress.advance)
+            report = write_quantized(config, progress)
     screen.out.print(
         f"{report.folder}: {report.num_layers} layers in {to}, {report.num_bytes_before / 2**20:,.0f} MiB before, "
         f"{report.num_bytes / 2**20:,.0f} MiB now"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,11 +18,9 @@ from specinfer.cli.errors import UsageError, checking
 from specinfer.cli.options import DEBUG, JSON, PLOT, check_models, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
-from specinfer.learning.tune.options import DEMO_DATA, PolicyConfig, TuneConfig
+from specinfer.learning.policy.options import PolicyConfig
+from specinfer.learning.tune.options import DEMO_DATA, TuneConfig
 from specinfer.reporting.files import check_files, naming, write_json
-
-if TYPE_CHECKING:
-    from specinfer.learning.tune.training import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +161,8 @@ def _train_policy(target: str, options: TuneOptions, out: str, screen: Screen) -
         from specinfer.learning.policy.report import print_policy
         from specinfer.learning.policy.training import train_policy
 
-        report = train_policy(config, screen.err)
+        with StageProgress(screen.err) as progress:
+            report = train_policy(config, progress)
         print_policy(report, screen.out)
         if options.as_json is not None:
             with naming("json", options.as_json):
@@ -193,11 +192,10 @@ def _tune_drafters(target: str, options: TuneOptions, screen: Screen) -> None:
             check_sources("held_out", config.held_out)
         check_models(target, ())
         from specinfer.learning.examples import DamagedError
+        from specinfer.learning.loop import TrainingError
         from specinfer.learning.tune.report import measure
-        from specinfer.learning.tune.report_plot import plot_report
-        from specinfer.learning.tune.report_table import print_report
+        from specinfer.learning.tune.report_views import plot_report, print_report
         from specinfer.learning.tune.run import Run
-        from specinfer.learning.tune.training import TrainingError
 
         run = Run(config, progress := StageProgress(screen.err))
     with progress:
@@ -205,7 +203,7 @@ def _tune_drafters(target: str, options: TuneOptions, screen: Screen) -> None:
             result = run.run()
             if not run.accelerator.is_main_process:
                 return
-            report = measure(config, result, progress.show)
+            report = measure(config, result, progress)
         except (TrainingError, DamagedError) as error:
             raise UsageError(str(error)) from error
     print_report(report, screen.out)
@@ -250,10 +248,11 @@ class StageProgress:
         self._console = console
         self._bar = Bar(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console, disable=not console.is_terminal,
+            TimeRemainingColumn(), TextColumn("{task.fields[details]}"), console=console,
+            disable=not console.is_terminal,
         )  # fmt: skip
         self._task: Any = None
-        self._name, self._total, self._shown = "", 0, 0.0
+        self._name, self._shown = "", 0.0
 
     def __enter__(self) -> "StageProgress":
         self._bar.start()
@@ -262,25 +261,17 @@ class StageProgress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def stage(self, name: str, total: int) -> None:
-        self._name, self._total, self._shown = name, total, 0.0
-        self._task = self._bar.add_task(name, total=total, note="")
-        if not self._console.is_terminal:
-            self._console.print(f"{name}: {total}", soft_wrap=True)
-
-    def advance(self, done: int, progress: "Progress | None" = None) -> None:
-        note = ""
-        if progress is not None and progress.step:
-            speed = progress.tokens / max(progress.seconds, 1e-9)
-            note = f"loss {progress.loss:.3f}, {speed:,.0f} tokens/s"
-        self._bar.update(self._task, completed=done, note=note)
-        is_due = done >= self._shown + self._EVERY * self._total or done == self._total > self._shown
-        if is_due and not self._console.is_terminal:
+    def __call__(self, name: str, done: int, total: int, details: str = "") -> None:
+        """Show how much of a stage is done; the first call with another name begins it."""
+        if name != self._name:
+            self._name, self._shown = name, 0.0
+            self._task = self._bar.add_task(name, total=total, details="")
+            self._print(f"{name}: {total}")
+        self._bar.update(self._task, completed=done, details=details)
+        if done >= self._shown + self._EVERY * total or done == total > self._shown:
             self._shown = done
-            self._console.print(f"{self._name}: {done} of {self._total}{', ' if note else ''}{note}", soft_wrap=True)
+            self._print(f"{name}: {done} of {total}{', ' if details else ''}{details}")
 
-    def show(self, name: str, done: int, total: int) -> None:
-        """Show the progress of a stage that `measure` reports."""
-        if not done:
-            self.stage(name, total)
-        self.advance(done)
+    def _print(self, line: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(line, soft_wrap=True)

@@ -6,14 +6,13 @@ target's.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy, linear
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy
 
-from specinfer.drafters.vocabulary.token_map import TokenMap
-from specinfer.learning.examples import Batch
+from specinfer.learning.batches import Batch
 
 LEVEL_SHARE = 0.8  # of the loss of a level in that of the level before
 _LEAST = 1e-6  # lower bound of the probability of all other tokens: in half precision it may come out as 0
@@ -35,59 +34,23 @@ class HeadLogits(NamedTuple):
     accepted: Tensor | None
 
 
-class DraftLogits(nn.Module):
-    """A drafter's logits at the trained positions of a batch, for all tokens or those of a token map.
-
-    Args:
-        model: A model of transformers.
-        token_map: [mapped] int64 the token ids whose logits are computed, or None for all.
-    """
-
-    token_map: Tensor | None
-
-    def __init__(self, model: Any, token_map: Tensor | None = None) -> None:
-        super().__init__()
-        self.model = model
-        self.register_buffer("token_map", token_map, persistent=False)
-
-    def forward(self, batch: Batch) -> Tensor | HeadLogits:
-        """Return [outputs, vocab] float32 logits; with a token map [outputs, mapped]."""
-        if self.token_map is None:
-            return generated_logits(self.model, batch)
-        hidden = self.model.base_model(input_ids=batch.tokens).last_hidden_state[batch.rows, batch.places]
-        head = self.model.get_output_embeddings()
-        bias = None if head.bias is None else head.bias[self.token_map]
-        return linear(hidden, head.weight[self.token_map], bias).float()
-
-    def expand(self, logits: Tensor) -> Tensor:
-        """Return [outputs, vocab] logits from [outputs, mapped], with -inf where a token is not in the map."""
-        if self.token_map is None:
-            return logits
-        return TokenMap(self.token_map, self.model.config.get_text_config().vocab_size).expand(logits)
-
-
-def draft_logits_of(model: Any, token_map: Tensor | None) -> DraftLogits:
-    """Return the module that computes a drafter's logits; a head in training is such a module itself."""
-    return model if isinstance(model, DraftLogits) else DraftLogits(model, token_map)
-
-
-def training_loss(found: Tensor | HeadLogits, batch: Batch, weights: Tensor | None) -> Tensor:
+def training_loss(drafted: Tensor | HeadLogits, batch: Batch, weights: Tensor | None) -> Tensor:
     """Return `distillation_loss`, of a head the mean over all levels, of which later ones count less.
 
     A head that predicts acceptance learns the part of its distribution that is the target's, which is the probability
     that a token drawn from it is accepted (DSpark, arXiv 2607.05147).
     """
-    if isinstance(found, Tensor):
-        return distillation_loss(found, batch.top_ids, batch.top_logprobs, weights)
-    shares = LEVEL_SHARE**found.levels
-    weights = shares if weights is None else shares * weights[found.outputs]
-    ids, logprobs = batch.top_ids[found.outputs], batch.top_logprobs[found.outputs]
-    loss = distillation_loss(found.logits, ids, logprobs, weights)
-    if found.accepted is None:
+    if isinstance(drafted, Tensor):
+        return distillation_loss(drafted, batch.top_ids, batch.top_logprobs, weights)
+    shares = LEVEL_SHARE**drafted.levels
+    weights = shares if weights is None else shares * weights[drafted.outputs]
+    ids, logprobs = batch.top_ids[drafted.outputs], batch.top_logprobs[drafted.outputs]
+    loss = distillation_loss(drafted.logits, ids, logprobs, weights)
+    if drafted.accepted is None:
         return loss
     with torch.no_grad():
-        overlap = torch.minimum(found.logits.softmax(-1).gather(1, ids), logprobs.exp()).sum(-1).clamp(max=1.0)
-    confidence = binary_cross_entropy(found.accepted, overlap, reduction="none")
+        overlap = torch.minimum(drafted.logits.softmax(-1).gather(1, ids), logprobs.exp()).sum(-1).clamp(max=1.0)
+    confidence = binary_cross_entropy(drafted.accepted, overlap, reduction="none")
     return loss + (confidence * weights).sum() / weights.sum().clamp_min(_LEAST)
 
 
@@ -103,14 +66,6 @@ def restrict(batch: Batch, token_map: Tensor, vocab_size: int) -> tuple[Batch, T
     mass = (1.0 - batch.top_logprobs.exp().masked_fill(~missing, 0.0).sum(-1)).clamp_min(_LEAST)
     logprobs = (batch.top_logprobs - mass.log()[:, None]).masked_fill(missing, -torch.inf)
     return replace(batch, top_ids=ids.clamp_min(0), top_logprobs=logprobs), mass
-
-
-def generated_logits(model: Any, batch: Batch) -> Tensor:
-    """Return a model's logits at each position of the batch that predicts an output token, [outputs, vocab] float32."""
-    # Padding is at the end, where no token attends to it, so no mask is needed.
-    hidden = model(input_ids=batch.tokens).logits
-    found: Tensor = hidden[batch.rows, batch.places].float()
-    return found
 
 
 def distillation_loss(logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -5,8 +5,9 @@ for the id and the log-probability; the sum of all others follows from them.
 """
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -75,7 +76,7 @@ class TrainingExample:
 class ExampleRecorder:
     """An observer of the engine that makes an example of each request that ends normally.
 
-    It stores what it saw of a request until `finish` or `forget` is called with it.
+    It stores what it saw of a request until `finish` is called with it.
 
     Args:
         top: The number of tokens stored of each distribution.
@@ -85,9 +86,8 @@ class ExampleRecorder:
 
     def __init__(self, top: int = TOP) -> None:
         self._top = top
-        self._ids: dict[str, list[Tensor]] = {}
-        self._logprobs: dict[str, list[Tensor]] = {}
-        self._said: dict[str, list[Tensor]] = {}
+        # By request, for each step: the best tokens, their log-probabilities, and those of the output tokens.
+        self._seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
@@ -96,35 +96,22 @@ class ExampleRecorder:
         logprobs = logits[places].float().log_softmax(-1)
         best = logprobs.topk(min(self._top, logprobs.shape[-1]), dim=-1)
         tokens = torch.tensor(request.token_ids[len(request.token_ids) - num_generated :], device=logits.device)
-        name = request.request_id
-        self._ids.setdefault(name, []).append(best.indices.int().cpu())
-        self._logprobs.setdefault(name, []).append(best.values.half().cpu())
-        self._said.setdefault(name, []).append(logprobs.gather(1, tokens[:, None])[:, 0].half().cpu())
+        generated = logprobs.gather(1, tokens[:, None])[:, 0]
+        seen = self._seen.setdefault(request.request_id, [])
+        seen.append((best.indices.int().cpu(), best.values.half().cpu(), generated.half().cpu()))
 
     def on_step(self, record: object) -> None:
         pass
 
     def finish(self, request: Request) -> TrainingExample | None:
         """Return the example of a request that has ended; None if it has no output, or not all of it was seen."""
-        ids, logprobs, output_ids = (
-            notes.pop(request.request_id, []) for notes in (self._ids, self._logprobs, self._said)
-        )
-        if not ids or sum(map(len, ids)) != request.num_output:
+        seen = self._seen.pop(request.request_id, [])
+        if not seen or sum(len(ids) for ids, _, _ in seen) != request.num_output:
             return None
-        return TrainingExample(
-            np.asarray(request.token_ids, dtype=np.int32),
-            len(request.prompt_ids),
-            torch.cat(ids).numpy(),
-            torch.cat(logprobs).numpy(),
-            torch.cat(output_ids).numpy(),
-            request.seed,
-            Source.GREEDY if request.params.is_greedy else Source.SAMPLED,
-        )
-
-    def forget(self, request: Request) -> None:
-        """Drop what was seen of a request that was aborted or failed, if anything was."""
-        for notes in (self._ids, self._logprobs, self._said):
-            notes.pop(request.request_id, None)
+        ids, logprobs, generated = (torch.cat(parts).numpy() for parts in zip(*seen, strict=True))
+        source = Source.GREEDY if request.params.is_greedy else Source.SAMPLED
+        tokens = np.asarray(request.token_ids, dtype=np.int32)
+        return TrainingExample(tokens, len(request.prompt_ids), ids, logprobs, generated, request.seed, source)
 
 
 class TrainingExamples(Sequence[TrainingExample]):
@@ -152,36 +139,25 @@ class TrainingExamples(Sequence[TrainingExample]):
         """
         assert self._examples
         is_small = max(int(example.top_ids.max(initial=0)) for example in self._examples) < 2**16
-        meta = np.asarray(
-            [(len(one.tokens), one.num_prompt, one.seed, int(one.source)) for one in self._examples], dtype=np.int64
-        )
-        arrays = {
-            "meta": meta,
-            "tokens": np.concatenate([one.tokens for one in self._examples]),
-            "top_ids": np.concatenate([one.top_ids for one in self._examples]).astype(
-                np.uint16 if is_small else np.int32
-            ),
-            "top_logprobs": np.concatenate([one.top_logprobs for one in self._examples]),
-            "generated_logprobs": np.concatenate([one.generated_logprobs for one in self._examples]),
-        }
-        save_arrays(arrays, path)
+        meta = [(len(each.tokens), each.num_prompt, each.seed, int(each.source)) for each in self._examples]
+        names = ("tokens", "top_ids", "top_logprobs", "generated_logprobs")
+        arrays = {name: np.concatenate([getattr(each, name) for each in self._examples]) for name in names}
+        arrays["top_ids"] = arrays["top_ids"].astype(np.uint16 if is_small else np.int32)
+        save_arrays({"meta": np.asarray(meta, dtype=np.int64)} | arrays, path)
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Load examples from a file; raise DamagedError if it is not such a file."""
-        try:
-            with safe_open(path, framework="numpy") as file:
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with reading(path, "examples") as arrays:
             meta = arrays["meta"]
             lengths, prompts = meta[:, 0], meta[:, 1]
-            ends = lengths.cumsum()
-            output_ends = (lengths - prompts).cumsum()
-            found = []
+            ends, output_ends = lengths.cumsum(), (lengths - prompts).cumsum()
+            examples = []
             for (length, num_prompt, seed, source), end, output_end in zip(
                 meta.tolist(), ends.tolist(), output_ends.tolist(), strict=True
             ):
                 part = slice(output_end - (length - num_prompt), output_end)
-                found.append(
+                examples.append(
                     TrainingExample(
                         arrays["tokens"][end - length : end],
                         num_prompt,
@@ -192,9 +168,22 @@ class TrainingExamples(Sequence[TrainingExample]):
                         Source(source),
                     )
                 )
-        except (OSError, SafetensorError, KeyError, IndexError, ValueError, AssertionError) as error:
-            raise DamagedError(f"{path} cannot be read as examples ({type(error).__name__}); delete it") from error
-        return cls(found)
+        return cls(examples)
+
+
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Yield the arrays of a safetensors file.
+
+    Raises:
+        DamagedError: The file cannot be read, or its arrays do not fit together where they are used.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        yield arrays
+    except (OSError, SafetensorError, LookupError, ValueError, AssertionError) as error:
+        raise DamagedError(f"{path} cannot be read as {what} ({type(error).__name__}); delete it") from error
 
 
 def save_arrays(arrays: dict[str, npt.NDArray[Any]], path: Path) -> None:
@@ -207,66 +196,3 @@ def save_arrays(arrays: dict[str, npt.NDArray[Any]], path: Path) -> None:
         write_atomically(path, lambda partial: save_file(arrays, partial))
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(first_line(error)) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Examples padded at the end to the same length.
-
-    Attributes:
-        tokens: [rows, length] int64.
-        rows, places: [outputs] the row and position of the logits that predict each output token.
-        top_ids: [outputs, top] int64.
-        top_logprobs: [outputs, top] float32.
-        output_ids: [outputs] int64, the output tokens.
-        generated_logprobs: [outputs] float32.
-        taps: By layer, [rows, length, width] float32 hidden states of the target, 0 for the last token of each example,
-            or None if they are not known.
-    """
-
-    tokens: Tensor
-    rows: Tensor
-    places: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
-    output_ids: Tensor
-    generated_logprobs: Tensor
-    taps: Mapping[int, Tensor] | None = None
-
-    def to(self, device: torch.device) -> Self:
-        moved = {one.name: getattr(self, one.name).to(device) for one in fields(self) if one.name != "taps"}
-        taps = None if self.taps is None else {layer: tap.to(device) for layer, tap in self.taps.items()}
-        return replace(self, **moved, taps=taps)
-
-
-def collate(examples: Sequence[TrainingExample]) -> Batch:
-    """Return a batch of these examples."""
-    length = max(len(example.tokens) for example in examples)
-    tokens = torch.zeros((len(examples), length), dtype=torch.long)
-    for row, example in enumerate(examples):
-        tokens[row, : len(example.tokens)] = torch.from_numpy(example.tokens)
-    counts = [example.num_output for example in examples]
-    # The first output token is predicted at the last position of the prompt.
-    places = np.concatenate([np.arange(example.num_prompt - 1, len(example.tokens) - 1) for example in examples])
-    return Batch(
-        tokens,
-        torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
-        torch.from_numpy(places),
-        torch.from_numpy(np.concatenate([example.top_ids for example in examples])).long(),
-        torch.from_numpy(np.concatenate([example.top_logprobs for example in examples])).float(),
-        torch.from_numpy(np.concatenate([example.tokens[example.num_prompt :] for example in examples])).long(),
-        torch.from_numpy(np.concatenate([example.generated_logprobs for example in examples])).float(),
-        _padded_taps(examples, length),
-    )
-
-
-def _padded_taps(examples: Sequence[TrainingExample], length: int) -> Mapping[int, Tensor] | None:
-    """Return `Batch.taps`, or None if those of an example are not known."""
-    known = [example.taps for example in examples if example.taps is not None]
-    if len(known) < len(examples):
-        return None
-    padded = {layer: torch.zeros(len(known), length, tap.shape[1]) for layer, tap in known[0].items()}
-    for row, taps in enumerate(known):
-        for layer, tap in taps.items():
-            padded[layer][row, : len(tap)] = tap
-    return padded

@@ -42,22 +42,21 @@ def calibrate(
     places: Mapping[str, Place],
     texts: Prompts,
     bits: Bits,
-    stage: Callable[[str, int], None],
-    note: Callable[[int], None],
+    note: Callable[[int, int], None],
 ) -> Calibrated:
     """Round the layers of a model so that its outputs on texts change least.
 
     Args:
         places: The layers by their names, and their places in the model with split experts.
-        stage, note: As for `write_quantized`.
+        note: Called with the number of layers that are done, and of all.
     """
     model = load_plain(source, torch.float32).eval().requires_grad_(False)
     before = perplexity_of(model, texts.held_out)
     split_experts(model)
     layers = decoder_layers(source, model)
-    stage("calibrating layers", len(layers))
+    note(0, len(layers))
     names = list(dict.fromkeys(place.linear for place in places.values()))
-    found, unseen = round_layers(model, layers, names, texts.training, bits, note)
+    found, unseen = round_layers(model, layers, names, texts.training, bits, lambda done: note(done, len(layers)))
     rounded = {name: found[place.linear].part(place.rows) for name, place in places.items()}
     without = {name for name, place in places.items() if place.linear in unseen}
     return Calibrated(rounded, without, before, perplexity_of(model, texts.held_out))

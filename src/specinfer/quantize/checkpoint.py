@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
+from specinfer.core.progress import ProgressCallback, progress_of
 from specinfer.model.definition import load_config, load_plain, load_tokenizer
 from specinfer.model.folder import replacing
 from specinfer.model.gguf.folder import weights_file
@@ -32,6 +33,7 @@ from specinfer.setup.model_names import find_target
 _FORMAT, _METHOD = "pack-quantized", "compressed-tensors"
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 _INDEX = "model.safetensors.index.json"
+_WRITING = "writing"
 _LEAST_TEXT = 8  # tokens of a text cut from data
 
 
@@ -122,14 +124,11 @@ class QuantizeReport:
         }
 
 
-def write_quantized(
-    config: QuantizeConfig, stage: Callable[[str, int], None], note: Callable[[int], None]
-) -> QuantizeReport:
+def write_quantized(config: QuantizeConfig, progress: ProgressCallback | None = None) -> QuantizeReport:
     """Quantize the linear layers of a model and write the folder, all of it or nothing.
 
     Args:
-        stage: Called with the name of the work that begins and its number of steps.
-        note: Called with the number of steps done.
+        progress: Receives the name of the work, its steps that are done, and their number.
 
     Raises:
         ModelError: The model cannot be quantized.
@@ -143,21 +142,21 @@ def write_quantized(
         )
     if config.is_gguf:
         with naming("out", config.out):
-            return _write_file(config, source, stage, note)
+            return _write_file(config, source, progress_of(progress, _WRITING))
     layers = Layers.of(source, config.bits)
     found = Calibrated({}, set(layers.places), None, None)
     if config.data:
         data = [Path(name) for name in config.data]
         texts = read_texts(source, data, config.num_texts, config.text_tokens)
-        found = calibrate(source, layers.places, texts, config.bits, stage, note)
+        found = calibrate(source, layers.places, texts, config.bits, progress_of(progress, "calibrating layers"))
     out, index = Path(config.out), dict[str, str]()
+    files, note = weight_paths(source), progress_of(progress, _WRITING)
     with naming("out", out), replacing(out) as partial:
-        stage("writing", len(files := weight_paths(source)))
         for number, file in enumerate(files, start=1):
             tensors = _rounded_tensors(file, layers, found.rounded, config.bits)
             save_file(tensors, partial / file.name, metadata={"format": "pt"})
             index |= dict.fromkeys(tensors, file.name)
-            note(number)
+            note(number, len(files))
         _write_fields(
             source, partial, quantization_fields(config.bits, layers.ignored), index if len(files) > 1 else None
         )
@@ -166,9 +165,7 @@ def write_quantized(
     return QuantizeReport(out, *counts, before, after, found.perplexity_before, found.perplexity)
 
 
-def _write_file(
-    config: QuantizeConfig, source: Path, stage: Callable[[str, int], None], note: Callable[[int], None]
-) -> QuantizeReport:
+def _write_file(config: QuantizeConfig, source: Path, note: Callable[[int, int], None]) -> QuantizeReport:
     """Write a GGUF file, all of it or nothing."""
     tokenizer, out = load_tokenizer(source), Path(config.out)
     if tokenizer is None:
@@ -177,10 +174,11 @@ def _write_file(
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with Shards(source) as shards:
-            stage("writing", len(shards.sources))
+            total = len(shards.sources)
+            note(0, total)
             count = write_gguf(
                 partial, load_config(source), shards.sources, lambda: load_plain(source, "auto").state_dict(),
-                tokenizer, config.to, note,
+                tokenizer, config.to, lambda done: note(done, total),
             )  # fmt: skip
         partial.rename(out)
     finally:

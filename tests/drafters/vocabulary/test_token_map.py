@@ -19,9 +19,10 @@ from specinfer.drafters.merge.scoring import Scoring
 from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
-from specinfer.learning.adapt.held_out_evaluation import hits_of
-from specinfer.learning.adapt.student import Student
+from specinfer.learning.adapt.hits import hits_in, served_hits
+from specinfer.learning.batches import collate
 from specinfer.learning.examples import Source, TrainingExample
+from specinfer.learning.trainable import TrainableModel
 from specinfer.model.batch import Piece
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.load import load_model
@@ -186,15 +187,18 @@ def test_a_copy_that_learns_is_measured_on_its_tokens_and_keeps_the_file(
     small: Callable[..., SmallModel], tmp_path: Path
 ) -> None:
     loaded = small().loaded
-    student = Student(loaded.folder, CPU, VOCAB, 1e-3, 0.1, window=64, token_map=loaded.token_map)
+    drafter = TrainableModel.load(loaded.folder, loaded.token_map)
     tokens = torch.tensor(PROMPTS[2])
     top = torch.arange(4).expand(20, -1)
     for source in (Source.GREEDY, Source.SAMPLED):
         example = TrainingExample(
             tokens.numpy(), 10, top.numpy(), torch.full((20, 4), 0.25).log().numpy(), np.zeros(20), 0, source
         )
-        assert student.hits(example) == pytest.approx(hits_of(loaded, example, VOCAB), abs=1e-4)
-    student.save(loaded.folder, tmp_path / "saved")
+        with torch.no_grad():
+            hits = hits_in(drafter.next_logits(collate([example])), example, VOCAB)
+        assert hits == pytest.approx(served_hits(loaded, example, VOCAB), abs=1e-4)
+    (tmp_path / "saved").mkdir()
+    drafter.save(tmp_path / "saved", loaded.folder)
     assert json.loads((tmp_path / "saved" / TOKEN_MAP).read_text()) == IDS
 
 

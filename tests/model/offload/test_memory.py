@@ -103,7 +103,7 @@ def test_a_process_keeps_to_its_budget(folder: Path, tmp_path: Path, quantized: 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_returns_what_it_frees(folder: Path, tmp_path: Path) -> None:
     codes = tmp_path / "codes"  # those of gates and values are joined
-    write_quantized(QuantizeConfig(model=str(folder), to="int8", out=codes), lambda *_: None, lambda _: None)
+    write_quantized(QuantizeConfig(model=str(folder), to="int8", out=codes))
     command = [sys.executable, "-c", _LOADING, str(codes), str(folder)]
     child = subprocess.run(command, env=os.environ | _ASYNC, capture_output=True, text=True, timeout=300, check=True)
     for kept, mapped, num_bytes in (map(int, line.split()) for line in child.stdout.splitlines()):

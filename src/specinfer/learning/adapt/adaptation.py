@@ -16,9 +16,9 @@ from specinfer.core.errors import check_float
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.engine import Engine
-from specinfer.learning.adapt.learnable import learnable
 from specinfer.learning.adapt.online_trainer import OnlineTrainer
 from specinfer.learning.adapt.settings import AdaptationConfig, AdaptationStats
+from specinfer.learning.adapt.student import find_learner
 from specinfer.learning.adapt.traffic import Traffic
 from specinfer.learning.adapt.versions import AdaptationFolder, Versions
 from specinfer.learning.heads.files import TRAINED
@@ -62,8 +62,7 @@ class Adaptation:
         config: AdaptationConfig | None = None,
     ) -> None:
         target = engine.target
-        found = [learnable(drafter, target.loaded) for drafter in drafters]
-        learning = [one for one in found if one is not None]
+        learning = [learner for drafter in drafters if (learner := find_learner(drafter, target.loaded)) is not None]
         if not learning:
             why = (
                 f"is a language model that has the target's tokenizer, or a head of the kinds {', '.join(TRAINED)}; "
@@ -74,17 +73,17 @@ class Adaptation:
             raise ValueError(f"adapt_drafters: no drafter {why}; name another in drafters, or leave adapt_drafters out")
         config = config or AdaptationConfig()
         self._engine = engine
-        folders = [one.drafter.runner.loaded.folder for one in learning]
+        folders = [learner.drafter.runner.loaded.folder for learner in learning]
         self._folder = AdaptationFolder(folder, folders)
-        layers = sorted({layer for one in learning for layer in one.reads})
+        layers = sorted({layer for learner in learning for layer in learner.reads})
         self._traffic = Traffic(
             config.max_tokens,
             partial(_taps_of, target, layers) if layers else None,
             config.max_tap_bytes,
         )
         self._trainers = [
-            OnlineTrainer(one, Versions(self._folder.path, origin), self._traffic, config, self._note_swap)
-            for one, origin in zip(learning, folders, strict=True)
+            OnlineTrainer(learner, Versions(self._folder.path, origin), self._traffic, config, self._note_swap)
+            for learner, origin in zip(learning, folders, strict=True)
         ]
         self._turn = 0
         self._slices = self._watching = _none()

@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from specinfer.core.errors import ModelError
-from specinfer.learning.adapt.held_out_evaluation import HeldOutEvaluation, Hits
-from specinfer.learning.adapt.learnable import Learnable
+from specinfer.learning.adapt.held_out_evaluation import HeldOutEvaluation
+from specinfer.learning.adapt.hits import Hits, served_hits
 from specinfer.learning.adapt.settings import AdaptationConfig, AdaptationStats
-from specinfer.learning.adapt.traffic import ServedExample, Traffic, batches, pieces
+from specinfer.learning.adapt.student import Learner, Student
+from specinfer.learning.adapt.traffic import ServedExample, Traffic
 from specinfer.learning.adapt.versions import Versions
+from specinfer.learning.batches import batches, pieces
 from specinfer.learning.examples import TrainingExample
 from specinfer.model.load import LoadedModel
 
@@ -48,7 +50,7 @@ class OnlineTrainer:
 
     def __init__(
         self,
-        learner: Learnable,
+        learner: Learner,
         versions: Versions,
         traffic: Traffic,
         config: AdaptationConfig,
@@ -69,7 +71,7 @@ class OnlineTrainer:
         self.original = self.current = Version(0, drafter.runner.loaded, versions.origin)
         self.previous: Version | None = None
         self._resume()
-        self._student = learner.student(self.current.folder, config)
+        self._student = Student(learner, self.current.folder, config)
 
     def _resume(self) -> None:
         """Resume from what was learned before the process began."""
@@ -162,7 +164,7 @@ class OnlineTrainer:
             self._restart()
         if not self._evaluation.is_better(_COPY, self.current.number):
             return
-        written = self._versions.write(lambda folder: self._student.save(self._versions.origin, folder))
+        written = self._versions.write(lambda folder: self._student.save(folder, self._versions.origin))
         try:
             candidate = self._load(written)
         except ModelError as error:
@@ -236,8 +238,8 @@ class OnlineTrainer:
             yield
 
     def _evaluate_version(self, version: Version) -> Generator[None]:
-        loaded = version.loaded
-        yield from self._evaluate(version.number, lambda example: self._learner.hits(loaded, example))
+        loaded, vocab_size = version.loaded, self._learner.vocab_size
+        yield from self._evaluate(version.number, lambda example: served_hits(loaded, example, vocab_size))
 
     def _note_rates(self) -> None:
         self.stats.hit_rate = self._evaluation.rate(self.current.number)

@@ -6,7 +6,7 @@ the request.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from specinfer.core.request import FinishReason, Request
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
+from specinfer.learning.batches import last_part
 from specinfer.learning.examples import ExampleRecorder, TrainingExample
 from specinfer.verify import Acceptance
 
@@ -117,53 +118,3 @@ class Traffic:
 
 def _tap_bytes(example: TrainingExample) -> int:
     return sum(tap.nbytes for tap in (example.taps or {}).values())
-
-
-def last_part(example: TrainingExample, num_tokens: int) -> TrainingExample:
-    """Return a copy of the end of an example: at most `num_tokens` tokens, the first of which is prompt."""
-    start = max(len(example.tokens) - num_tokens, 0)
-    part = _part(example, start, max(example.num_prompt, start + 1), len(example.tokens))
-    arrays = {name: getattr(part, name).copy() for name in ("tokens", "top_ids", "top_logprobs", "generated_logprobs")}
-    return replace(part, **arrays)
-
-
-def pieces(example: TrainingExample, num_tokens: int) -> list[TrainingExample]:
-    """Split an example into examples of at most `num_tokens` tokens; each output token is trained on in one of them.
-
-    Where a piece continues the text of another one, half of it is context that is not trained on.
-    """
-    found, covered = [], example.num_prompt
-    while covered < len(example.tokens):
-        # A short prompt leaves capacity for more output.
-        end = min(covered + max(num_tokens // 2, num_tokens - covered), len(example.tokens))
-        found.append(_part(example, max(end - num_tokens, 0), covered, end))
-        covered = end
-    return found
-
-
-def _part(example: TrainingExample, start: int, covered: int, end: int) -> TrainingExample:
-    """Return the tokens [start, end) of an example; those before `covered` count as prompt."""
-    rows = slice(covered - example.num_prompt, end - example.num_prompt)
-    return replace(
-        example,
-        tokens=example.tokens[start:end],
-        num_prompt=covered - start,
-        top_ids=example.top_ids[rows],
-        top_logprobs=example.top_logprobs[rows],
-        generated_logprobs=example.generated_logprobs[rows],
-        taps=None if example.taps is None else {layer: tap[start : end - 1] for layer, tap in example.taps.items()},
-    )
-
-
-def batches(examples: Sequence[TrainingExample], num_tokens: int) -> Iterator[list[TrainingExample]]:
-    """Yield lists of examples, in order, that take at most `num_tokens` tokens when padded, but at least one each."""
-    batch: list[TrainingExample] = []
-    longest = 0
-    for example in examples:
-        longest = max(longest, len(example.tokens))
-        if batch and longest * (len(batch) + 1) > num_tokens:
-            yield batch
-            batch, longest = [], len(example.tokens)
-        batch.append(example)
-    if batch:
-        yield batch

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
+from specinfer.learning.batches import Batch
 from specinfer.learning.distillation import HeadLogits
-from specinfer.learning.examples import Batch
-from specinfer.learning.heads.trainable import (
+from specinfer.learning.heads.head import (
     HeadSizes,
     TrainableHead,
     by_heads,
-    ends_of,
     joining,
     layer_tensors,
     sizes_of,
     speculators_fields,
+    target_ends,
 )
 from specinfer.model.definition import load_config
 from specinfer.model.families import rotate
@@ -181,7 +181,7 @@ def new_dspark(
         )
     reads = sorted({min(max(one, 1), num_layers - 1) for one in usual_reads(num_layers, max(num_own, _LEAST_TAPS))})
     rank = own.rank or min(max(width // 4, 1), _MOST_RANK)
-    ends = ends_of(target, token_map)
+    ends = target_ends(target, token_map)
     tensors = {
         "fc.weight": joining(len(reads), width, source),
         "hidden_norm.weight": _of_target(target, reads[-1], "input_layernorm.weight", torch.ones(width)),

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
+from specinfer.learning.batches import Batch
 from specinfer.learning.distillation import HeadLogits
-from specinfer.learning.examples import Batch
-from specinfer.learning.heads.trainable import (
+from specinfer.learning.heads.head import (
     HeadSizes,
     TrainableHead,
     by_heads,
-    ends_of,
     joining,
     layer_tensors,
     sizes_of,
     speculators_fields,
+    target_ends,
 )
 from specinfer.model.definition import load_config
 from specinfer.model.families import rotate
@@ -85,7 +85,7 @@ def new_eagle3(
     sizes, reads = sizes_of(target), usual_reads(TargetShape.of(load_config(target)).num_layers)
     width, first = sizes["hidden_size"], "layers.0."
     tensors = (
-        ends_of(target, token_map)
+        target_ends(target, token_map)
         | layer_tensors(first, sizes, 2 * width, source)
         | {
             "fc.weight": joining(len(reads), width, source),

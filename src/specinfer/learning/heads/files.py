@@ -1,21 +1,19 @@
-"""Heads to train: made anew or read from a folder, and written in the format of the speculators library or as read."""
+"""Heads to train: made anew, in the format of the speculators library, or read from a folder."""
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
 from specinfer.learning.heads.block import TrainableBlock, new_dspark
 from specinfer.learning.heads.eagle3 import TrainableEagle3, new_eagle3
-from specinfer.learning.heads.trainable import EMBEDDING, OUTPUT_HEADS, HeadSizes, TrainableHead
+from specinfer.learning.heads.head import EMBEDDING, OUTPUT_HEADS, HeadSizes, TrainableHead, write_head
 from specinfer.model.definition import load_config
-from specinfer.model.folder import read_weight, replacing
+from specinfer.model.folder import read_weight
 from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.eagle3 import Eagle3Head
@@ -75,32 +73,8 @@ def new_head(
         members = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
         tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": members}
     with tempfile.TemporaryDirectory(prefix="specinfer-head-") as folder:
-        _write(Path(folder), tensors, fields)
+        write_head(Path(folder), tensors, fields)
         return read_head(Path(folder), target)
-
-
-def export_head(trained: TrainableHead, folder: Path) -> None:
-    """Write a head in the format that it was read in, atomically; new ones have that of the speculators library.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
-    with replacing(folder) as partial:
-        write_head(trained, partial)
-
-
-def write_head(trained: TrainableHead, folder: Path) -> None:
-    """Write the files of a head into a folder, in the format that it was read in.
-
-    Raises:
-        OSError, SafetensorError: The folder cannot be written.
-    """
-    _write(folder, trained.tensors(), trained.checkpoint.fields)
-
-
-def _write(folder: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
-    save_file({name: one.contiguous().clone() for name, one in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_ends(target: Path, embed: Callable[[Tensor], Tensor] | None) -> TargetEnds:

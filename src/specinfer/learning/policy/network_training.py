@@ -4,9 +4,11 @@ Accepted tokens, nodes and levels are counts, so the network outputs the logarit
 the Poisson deviance, where the logged tree was large enough to show them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
+from math import cos, pi
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from specinfer.learning.loop import Trainer, train
 from specinfer.learning.policy.tree_outcomes import TreeOutcomes
 from specinfer.policy.batch_optimizer import rates_alone
 from specinfer.policy.cost_model import CostModel
@@ -85,45 +88,45 @@ def small_accepted(outcomes: TreeOutcomes, menu: Sequence[Configuration]) -> Flo
 def _train(
     inputs: Tensor, goals: Tensor, known: Tensor, hidden: Sequence[int], seed: int, num_steps: int
 ) -> list[tuple[Floats, Floats]]:
-    """Return (weight [inputs, outputs], bias [outputs]) of each layer."""
+    """Return (weight [inputs, outputs], bias [outputs]) of each layer, as they did best on the steps kept aside."""
     source = torch.Generator().manual_seed(seed)
     sizes = [inputs.shape[1], *hidden, goals.shape[1] * goals.shape[2]]
-    linears = []
-    for before, after in pairwise(sizes):
-        weight = torch.randn((before, after), generator=source) * (1.0 / before) ** 0.5
-        linears.append((weight.requires_grad_(), torch.zeros(after, requires_grad=True)))
+    linears = [_linear(before, after, source) for before, after in pairwise(sizes)]
     with torch.no_grad():  # start from the means
         means = (goals * known).sum(0) / known.sum(0).clamp(min=1e-6)
-        linears[-1][0].mul_(0.1)
-        linears[-1][1].copy_(means.clamp(min=1e-3).log().flatten())
+        linears[-1].weight.mul_(0.1)
+        linears[-1].bias.copy_(means.clamp(min=1e-3).log().flatten())
+    network = nn.Sequential(*[part for linear in linears for part in (linear, nn.ReLU())][:-1])
     aside = torch.arange(len(inputs)) % _ASIDE == _ASIDE - 1
     if not aside.any():
         aside[-1] = True
     learning = (~aside).nonzero()[:, 0] if len(inputs) > 1 else torch.zeros(1, dtype=torch.long)
-    optimizer = torch.optim.AdamW([part for layer in linears for part in layer], lr=_RATE, weight_decay=_DECAY)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(num_steps, 1))
-    best, kept = float("inf"), [(w.detach().clone(), b.detach().clone()) for w, b in linears]
-    for step in range(num_steps + 1):
-        if step % _CHECK == 0 or step == num_steps:
+
+    def loss(rows: Tensor) -> Tensor:
+        return _deviance(network(inputs[rows]), goals[rows], known[rows])
+
+    def batches(_: int) -> Iterator[tuple[Tensor, int]]:
+        while True:
+            yield learning[torch.randint(len(learning), (_BATCH,), generator=source)], _BATCH
+
+    trainer = Trainer(network, [torch.optim.AdamW(network.parameters(), weight_decay=_DECAY)], loss)
+    lowest, best = float("inf"), deepcopy(linears)
+    for progress in train(trainer, batches, num_steps, lambda step: _RATE * (1 + cos(pi * step / num_steps)) / 2):
+        if progress.step % _CHECK == 0 or progress.step == num_steps:
             with torch.no_grad():
-                loss = float(_deviance(_output(inputs[aside], linears), goals[aside], known[aside]))
-            if loss < best:
-                best, kept = loss, [(w.detach().clone(), b.detach().clone()) for w, b in linears]
-        rows = learning[torch.randint(len(learning), (_BATCH,), generator=source)]
-        optimizer.zero_grad()
-        _deviance(_output(inputs[rows], linears), goals[rows], known[rows]).backward()
-        nn.utils.clip_grad_norm_([part for layer in linears for part in layer], 1.0)
-        optimizer.step()
-        schedule.step()
-    return [(w.numpy().astype(np.float64), b.numpy().astype(np.float64)) for w, b in kept]
+                loss_aside = float(loss(aside))
+            if loss_aside < lowest:
+                lowest, best = loss_aside, deepcopy(linears)
+    parts = ((linear.weight.detach().T, linear.bias.detach()) for linear in best)
+    return [(weight.numpy().astype(np.float64), bias.numpy().astype(np.float64)) for weight, bias in parts]
 
 
-def _output(inputs: Tensor, layers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    hidden = inputs
-    for weight, bias in layers[:-1]:
-        hidden = torch.relu(hidden @ weight + bias)
-    weight, bias = layers[-1]
-    return hidden @ weight + bias
+def _linear(before: int, after: int, source: torch.Generator) -> nn.Linear:
+    linear = nn.Linear(before, after)
+    with torch.no_grad():
+        linear.weight.copy_((torch.randn((before, after), generator=source) * (1.0 / before) ** 0.5).T)
+        linear.bias.zero_()
+    return linear
 
 
 def _deviance(logs: Tensor, goals: Tensor, known: Tensor) -> Tensor:

@@ -4,27 +4,25 @@ Source: the learning-based speculative scheduler of SpecInfer's first version (a
 was how large the network should be.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from rich.console import Console
 
 from specinfer.core.files import write_atomically
 from specinfer.core.tree_shape import MAX_TREE_NODES
-from specinfer.demo import corpus
 from specinfer.learning.policy.network_training import LoggedSteps, evaluate_network, fixed_rates, train_network
+from specinfer.learning.policy.options import ARCHITECTURES, PolicyConfig
 from specinfer.learning.policy.report import PolicyReport, Row
 from specinfer.learning.policy.step_collection import collect_steps, make_tasks
 from specinfer.learning.policy.tree_outcomes import TreeOutcomes, outcomes_of
 from specinfer.learning.tune.corpus import read_prompts
-from specinfer.learning.tune.options import ARCHITECTURES, DEMO_DATA, PolicyConfig
+from specinfer.learning.tune.options import data_files
+from specinfer.learning.tune.result import StageCallback
 from specinfer.llm import LLM
 from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
 from specinfer.policy.step_log import StepLog, read_log, write_log
-from specinfer.reporting.progress_bar import stage_bar
 
 LEAST_STEPS = 200  # steps that show all configurations; fewer are not enough to learn from
 _MIN_PATH_PROB = 0.01  # lowest probability of a token in the large trees
@@ -32,36 +30,28 @@ _TABLE = "2x32"  # the architecture that groups of features are left out of
 _HELD_OUT_ONE_IN = 5  # one step in this many, for logs
 
 
-def train_policy(config: PolicyConfig, console: Console | None = None) -> PolicyReport:
+def train_policy(config: PolicyConfig, progress: StageCallback = lambda *_, **__: None) -> PolicyReport:
     """Collect or read steps, train and evaluate networks, and write the best one.
 
     Args:
-        console: The console that shows progress if it is a terminal.
+        progress: Receives the progress.
 
     Raises:
         ModelError: A model cannot be used.
         ValueError: An option or a file cannot be used, or there are too few steps; the message names it.
         OSError: The file cannot be written.
     """
-    with stage_bar(console) as progress:
-        progress.stage("loading")
-        return _train(config, lambda doing, done, total: progress.stage(doing, total, done))
-
-
-def _train(config: PolicyConfig, note: Callable[[str, int, int], None]) -> PolicyReport:
-    if config.logs:
-        training, held_out, costs = _read_steps(config)
-    else:
-        training, held_out, costs = _collect(config, note)
+    training, held_out, costs = _read_steps(config) if config.logs else _collect(config, progress)
     configurations = make_configurations(training.slots)
     learning, evaluation = (LoggedSteps(log, outcomes_of(log, configurations)) for log in (training, held_out))
     _check_enough(learning.outcomes, evaluation.outcomes)
     groups = list(dict.fromkeys(name.split(".")[0] for name in training.names))
     about = {"target": Path(config.target).name, "steps": len(training.entries), "seed": config.seed}
     networks: dict[str, PolicyNetwork] = {}
+    total = len(config.architectures) + len(groups)
 
     def train(name: str, architecture: str, left_out: Sequence[str] = ()) -> Row:
-        note("training", len(networks), len(config.architectures) + len(groups))
+        progress("training", len(networks), total)
         networks[name] = train_network(
             learning, configurations, ARCHITECTURES[architecture], seed=config.seed, num_steps=config.num_steps,
             left_out=left_out, about=about | {"architecture": name},
@@ -71,6 +61,7 @@ def _train(config: PolicyConfig, note: Callable[[str, int, int], None]) -> Polic
     rows = [train(name, name) for name in config.architectures]
     table = _TABLE if _TABLE in config.architectures else config.architectures[-1]
     without = [train(f"{table} without {group}", table, (group,)) for group in groups]
+    progress("training", total, total)
     best = max(rows, key=lambda row: row.quality.rate).name
     _save(networks[best], Path(config.out))
     return PolicyReport(
@@ -84,10 +75,14 @@ def _train(config: PolicyConfig, note: Callable[[str, int, int], None]) -> Polic
     )
 
 
-def _costs(config: PolicyConfig, llm: LLM) -> CostModel:
+def _costs(config: PolicyConfig, llm: LLM | None = None) -> CostModel:
+    """Return the given costs, or those that are measured with the loaded models."""
     if config.pass_costs is not None:
         sizes, seconds = zip(*config.pass_costs, strict=True)
         return CostModel(Curve(sizes, seconds), Curve([1], [config.level_seconds]))
+    if llm is None:
+        with _load(config) as llm:
+            return _costs(config, llm)
     assert llm.drafter is not None
     return cached_costs(llm.target, llm.drafter)
 
@@ -108,62 +103,53 @@ def _load(config: PolicyConfig) -> LLM:
     return llm
 
 
-def _collect(config: PolicyConfig, note: Callable[[str, int, int], None]) -> tuple[StepLog, StepLog, CostModel]:
+def _collect(config: PolicyConfig, progress: StageCallback) -> tuple[StepLog, StepLog, CostModel]:
     """Return steps to train on, steps to evaluate on, and the costs of a step."""
-    note("loading", 0, 1)
+    training_files, held_out_files = data_files(config.data)
     with _load(config) as llm:
-        of_demo = config.data == (DEMO_DATA,)
         prompts = read_prompts(
-            corpus.training_files() if of_demo else config.data,
+            training_files,
             llm.tokenizer,
             count=config.num_prompts,
             num_held_out=config.num_held_out,
             length=config.prompt_tokens,
             num_texts=0,
             text_length=config.prompt_tokens,
-            held_out_paths=corpus.heldout_files() if of_demo else (),
+            held_out_paths=held_out_files,
             most=max(llm.max_model_len - config.max_tokens, 1),
             vocab_size=llm.target.loaded.vocab_size,
         )
         separator = () if llm.tokenizer is None else llm.tokenizer.encode("\n\n\n", add_special_tokens=False)
-        tasks = [
+        training, held_out = (
             make_tasks(part, config.temperatures, separator, config.max_tokens, llm.max_model_len)
             for part in (prompts.training, prompts.held_out)
-        ]
-        total = sum(map(len, tasks))
-        logs = []
-        for number, part in enumerate(tasks):
-            done = 0 if number == 0 else len(tasks[0])
-            logs.append(
-                collect_steps(
-                    llm,
-                    part,
-                    large=Configuration((), config.nodes, config.depth, _MIN_PATH_PROB),
-                    seed=config.seed + number,
-                    note=lambda n, done=done: note("collecting", done + n, total),  # type: ignore[misc]
-                )
+        )
+        total = len(training) + len(held_out)
+        large = Configuration((), config.nodes, config.depth, _MIN_PATH_PROB)
+        progress("collecting", 0, total)
+        first, last = (
+            collect_steps(
+                llm, tasks, large=large, seed=config.seed + number,
+                note=lambda done, before=before: progress("collecting", before + done, total),  # type: ignore[misc]
             )
+            for number, (tasks, before) in enumerate(((training, 0), (held_out, len(training))))
+        )  # fmt: skip
         costs = _costs(config, llm)
     if config.keep_log is not None:
-        entries = (*logs[0].entries, *logs[1].entries)
-        write_log(config.keep_log, StepLog(logs[0].slots, logs[0].names, entries))
-    return logs[0], logs[1], costs
+        write_log(config.keep_log, StepLog(first.slots, first.names, (*first.entries, *last.entries)))
+    return first, last, costs
 
 
 def _read_steps(config: PolicyConfig) -> tuple[StepLog, StepLog, CostModel]:
     logs = [read_log(path) for path in config.logs]
+    slots, names = logs[0].slots, logs[0].names
     for path, log in zip(config.logs, logs, strict=True):
-        if (log.slots, log.names) != (logs[0].slots, logs[0].names):
+        if (log.slots, log.names) != (slots, names):
             raise ValueError(f"logs: {path} was written with other drafters than {config.logs[0]}; give one of them")
-    entries = [entry for log in logs for entry in log.entries]
+    entries = tuple(entry for log in logs for entry in log.entries)
     # Entries do not name their request; only requests running at the cut are on both sides.
     place = len(entries) - len(entries) // _HELD_OUT_ONE_IN
-    first, last = (StepLog(logs[0].slots, logs[0].names, tuple(part)) for part in (entries[:place], entries[place:]))
-    if config.pass_costs is not None:
-        sizes, seconds = zip(*config.pass_costs, strict=True)
-        return first, last, CostModel(Curve(sizes, seconds), Curve([1], [config.level_seconds]))
-    with _load(config) as llm:
-        return first, last, _costs(config, llm)
+    return StepLog(slots, names, entries[:place]), StepLog(slots, names, entries[place:]), _costs(config)
 
 
 def _check_enough(learning: TreeOutcomes, evaluation: TreeOutcomes) -> None:

@@ -11,7 +11,7 @@ q, norm((p - q)+). Where the chains still run side by side, the next drafter is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from specinfer.core.noise import gumbel
-from specinfer.learning.distillation import draft_logits_of
-from specinfer.learning.examples import Source, TrainingExample, collate
+from specinfer.learning.batches import collate
+from specinfer.learning.examples import DamagedError, Source, TrainingExample, reading, save_arrays
+from specinfer.learning.trainable import TrainableDrafter
 from specinfer.ops.cpu.choice import SUPPORT
 
 Floats = npt.NDArray[np.float32]
 _LEAST_WEIGHT = 0.5  # weight of a covered token: a chain that breaks there never reaches uncovered ones
+_ARRAYS = ("ranks", "accepted", "top_probs")  # of a file of predictions
 _LIKELY = 0.7  # probability that a drafter's own chain holds for one more token
 
 
@@ -51,20 +53,14 @@ class Predictions:
 
 
 @torch.inference_mode()
-def predict(
-    model: Any,
-    examples: Sequence[TrainingExample],
-    device: torch.device,
-    rows: int = 16,
-    token_map: Tensor | None = None,
-) -> list[Predictions]:
-    """Return the model's predictions on each example; with a token map it predicts only these tokens."""
-    drafter = draft_logits_of(model.eval(), None if token_map is None else token_map.to(device))
+def predict(drafter: TrainableDrafter, examples: Sequence[TrainingExample], rows: int = 16) -> list[Predictions]:
+    """Return the drafter's predictions on each example, computed for some rows at a time."""
+    device = next(drafter.parameters()).device
     predictions: list[Predictions] = []
     for start in range(0, len(examples), rows):
         group = examples[start : start + rows]
         batch = collate(group).to(device)
-        logits = drafter.expand(drafter(batch))
+        logits = drafter.next_logits(batch)
         distribution = logits.softmax(-1)
         counts = [example.num_output for example in group]
         ranks = _ranks(logits, group, counts, batch.places, batch.output_ids)
@@ -175,3 +171,25 @@ def _joint_share(predictions: Sequence[Predictions], depth: int) -> Floats:
         share[lag:] += _LIKELY**lag * covered
         total[lag:] += _LIKELY**lag
     return np.asarray(share / total, dtype=np.float32)
+
+
+def save_predictions(predictions: Sequence[Predictions], path: Path) -> None:
+    """Write the predictions on some examples to a file, atomically."""
+    arrays = {name: np.concatenate([getattr(each, name) for each in predictions]) for name in _ARRAYS}
+    save_arrays({"lengths": np.asarray([len(each.ranks) for each in predictions], dtype=np.int64)} | arrays, path)
+
+
+def load_predictions(path: Path, examples: Sequence[TrainingExample]) -> list[Predictions]:
+    """Load the predictions on these examples.
+
+    Raises:
+        DamagedError: The file is damaged, or belongs to other examples.
+    """
+    with reading(path, "predictions") as arrays:
+        ends = arrays["lengths"].cumsum()[:-1]
+        parts = [np.split(arrays[name], ends) for name in _ARRAYS]
+        predictions = [Predictions(*arrays) for arrays in zip(*parts, strict=True)]
+    wanted = [{example.num_output} for example in examples]
+    if [{len(each.ranks), len(each.accepted), len(each.top_probs)} for each in predictions] != wanted:
+        raise DamagedError(f"{path} is about other examples than those of the run; delete it")
+    return predictions

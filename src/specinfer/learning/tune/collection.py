@@ -5,7 +5,7 @@ files. Each depends on its prompts and the seed only, so an interrupted run resu
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,56 +22,64 @@ SHARD = 64  # prompts in a file
 _PROBE = "example-read"
 
 
-Process = tuple[int, int]  # its number and the number of processes
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Collection of examples in a folder; files that are in it are not made again.
 
-
-def collect(
-    llm: LLM,
-    prompts: Sequence[Sequence[int]],
-    folder: Path,
-    *,
-    max_tokens: int,
-    temperatures: Sequence[float],
-    seed: int,
-    top: int,
-    note: Callable[[int], None],
-    process: Process = (0, 1),
-) -> None:
-    """Write examples of the target's output after each prompt; files that are in the folder are not made again.
-
-    Args:
-        max_tokens: The number of tokens generated after each prompt.
-        temperatures: The temperatures that prompts take in turn; 0 is greedy.
-        note: Called with the number of prompts done.
+    Attributes:
+        top: The number of tokens stored of each distribution.
+        note: Called with the number of prompts or texts done.
         process: The number of this process and of all; each makes its share of the files.
 
     Raises:
         OSError: The folder cannot be written.
     """
 
-    def generate(chosen: range) -> list[TrainingExample]:
-        params = [
-            SamplingParams(
-                temperature=temperatures[i % len(temperatures)], max_tokens=max_tokens, seed=derive_seed(seed, i)
-            )
-            for i in chosen
-        ]
-        return _generate(llm, [prompts[i] for i in chosen], params, top)
+    llm: LLM
+    top: int
+    note: Callable[[int], None]
+    process: tuple[int, int] = (0, 1)
 
-    _write(folder, "generated", len(prompts), generate, note, process)
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        folder: Path,
+        *,
+        max_tokens: int,
+        temperatures: Sequence[float],
+        seed: int,
+    ) -> None:
+        """Write examples of the target's output after each prompt.
 
+        Args:
+            max_tokens: The number of tokens generated after each prompt.
+            temperatures: The temperatures that prompts take in turn; 0 is greedy.
+        """
 
-def read(
-    llm: LLM,
-    texts: Sequence[Sequence[int]],
-    folder: Path,
-    *,
-    top: int,
-    note: Callable[[int], None],
-    process: Process = (0, 1),
-) -> None:
-    """Write examples of the target's predictions in these texts, of two tokens at least; else like `collect`."""
-    _write(folder, "read", len(texts), lambda chosen: _read(llm, [texts[i] for i in chosen], top), note, process)
+        def generated(chosen: range) -> list[TrainingExample]:
+            requests: list[Request] = []
+            for place, i in enumerate(chosen):
+                prompt, its_seed = {"prompt_token_ids": list(prompts[i])}, derive_seed(seed, i)
+                temperature = temperatures[i % len(temperatures)]
+                params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=its_seed)
+                requests += self.llm.jobs.read(f"example-{place}", prompt, params, its_seed).requests
+            return _recorded(self.llm, requests, self.top)
+
+        self._write(folder, "generated", len(prompts), generated)
+
+    def read(self, texts: Sequence[Sequence[int]], folder: Path) -> None:
+        """Write examples of the target's predictions in these texts, of two tokens at least."""
+        self._write(folder, "read", len(texts), lambda chosen: [_read(self.llm, texts[i], self.top) for i in chosen])
+
+    def _write(self, folder: Path, name: str, count: int, make: Callable[[range], list[TrainingExample]]) -> None:
+        for number, start in enumerate(range(0, count, SHARD)):
+            path = folder / f"{name}-{number:05d}.safetensors"
+            chosen = range(start, min(start + SHARD, count))
+            if number % self.process[1] == self.process[0] and not path.exists():
+                examples = TrainingExamples(make(chosen))
+                if len(examples):
+                    examples.save(path)
+            self.note(chosen.stop)
 
 
 def load(folder: Path) -> TrainingExamples:
@@ -84,32 +92,9 @@ def load(folder: Path) -> TrainingExamples:
     return TrainingExamples(example for file in files for example in TrainingExamples.load(file))
 
 
-def _write(
-    folder: Path,
-    name: str,
-    count: int,
-    make: Callable[[range], list[TrainingExample]],
-    note: Callable[[int], None],
-    process: Process,
-) -> None:
-    for number, start in enumerate(range(0, count, SHARD)):
-        path = folder / f"{name}-{number:05d}.safetensors"
-        chosen = range(start, min(start + SHARD, count))
-        if number % process[1] == process[0] and not path.exists():
-            examples = TrainingExamples(make(chosen))
-            if len(examples):
-                examples.save(path)
-        note(chosen.stop)
-
-
-def _generate(
-    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], top: int
-) -> list[TrainingExample]:
+def _recorded(llm: LLM, requests: Sequence[Request], top: int) -> list[TrainingExample]:
+    """Serve the requests and return the examples of those that succeed."""
     recorder = ExampleRecorder(top)
-    requests: list[Request] = []
-    for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        assert one.seed is not None
-        requests += llm.jobs.read(f"example-{i}", {"prompt_token_ids": list(prompt)}, one, one.seed).requests
     llm.engine.observers.append(recorder)
     try:
         for request in requests:
@@ -124,26 +109,21 @@ def _generate(
     return [example for example in examples if example is not None]
 
 
-def _read(llm: LLM, texts: Sequence[Sequence[int]], top: int) -> list[TrainingExample]:
-    cache, found = llm.target.cache, []
-    for text in texts:
-        try:
-            slots = cache.reserve(_PROBE, len(text) - 1)
-            piece = Piece.of_span(list(text[:-1]), None, np.zeros(0, dtype=np.int64), slots)
-            piece = replace(piece, num_logits=len(text) - 1)
-            logprobs = llm.target.forward([piece]).log_softmax(-1)
-        finally:
-            cache.free(_PROBE)
-        best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
-        tokens = torch.tensor(text[1:], device=logprobs.device)
-        found.append(
-            TrainingExample(
-                np.asarray(text, dtype=np.int32),
-                1,
-                best.indices.int().cpu().numpy(),
-                best.values.half().cpu().numpy(),
-                logprobs.gather(1, tokens[:, None])[:, 0].half().cpu().numpy(),
-                source=Source.READ,
-            )
-        )
-    return found
+def _read(llm: LLM, text: Sequence[int], top: int) -> TrainingExample:
+    cache = llm.target.cache
+    try:
+        slots = cache.reserve(_PROBE, len(text) - 1)
+        piece = Piece.of_span(list(text[:-1]), None, np.zeros(0, dtype=np.int64), slots)
+        logprobs = llm.target.forward([replace(piece, num_logits=len(text) - 1)]).log_softmax(-1)
+    finally:
+        cache.free(_PROBE)
+    best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+    tokens = torch.tensor(text[1:], device=logprobs.device)
+    return TrainingExample(
+        np.asarray(text, dtype=np.int32),
+        1,
+        best.indices.int().cpu().numpy(),
+        best.values.half().cpu().numpy(),
+        logprobs.gather(1, tokens[:, None])[:, 0].half().cpu().numpy(),
+        source=Source.READ,
+    )

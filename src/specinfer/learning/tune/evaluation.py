@@ -76,41 +76,30 @@ class Passes:
 
 def hit_rates(name: str, predictions: Sequence[Predictions], examples: Sequence[TrainingExample]) -> list[HitRates]:
     """Return a drafter's hit rates by mode."""
-    found = []
+    all_rates = []
     for mode, source in MODES.items():
-        ranks = _joined(
-            [
-                prediction.ranks
-                for prediction, example in zip(predictions, examples, strict=True)
-                if example.source is source
-            ]
-        )
-        if len(ranks):
+        chosen = [i for i, example in enumerate(examples) if example.source is source]
+        if chosen:
+            ranks = np.concatenate([predictions[i].ranks for i in chosen])
             rates = tuple(float((ranks < k).mean()) for k in range(1, RANKS + 1))
-            found.append(HitRates(name, mode, rates))
-    return found
+            all_rates.append(HitRates(name, mode, rates))
+    return all_rates
 
 
 def coverage(
     names: Sequence[str], predictions: Sequence[Sequence[Predictions]], examples: Sequence[TrainingExample]
 ) -> list[Coverage]:
     """Return what each drafter of a set adds to those before it, by its best tokens."""
-    found = []
+    parts = []
     for mode, source in MODES.items():
         chosen = [i for i, example in enumerate(examples) if example.source is source]
-        if not chosen:
-            continue
-        covered = np.zeros(sum(len(predictions[0][i].ranks) for i in chosen), dtype=bool)
-        for name, of_one in zip(names, predictions, strict=True):
-            hits = _joined([of_one[i].ranks for i in chosen]) == 0
+        covered = np.zeros(sum(examples[i].num_output for i in chosen), dtype=bool)
+        for name, of_drafter in zip(names, predictions, strict=True) if chosen else ():
+            hits = np.concatenate([of_drafter[i].hits for i in chosen])
             overlap = float((hits & covered).sum() / max(hits.sum(), 1))
-            found.append(Coverage(name, mode, float(hits.mean()), float((hits & ~covered).mean()), overlap))
+            parts.append(Coverage(name, mode, float(hits.mean()), float((hits & ~covered).mean()), overlap))
             covered |= hits
-    return found
-
-
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int16)
+    return parts
 
 
 def plan_arms(kind: str, drafters: Sequence[str], depth: int, num_nodes: int) -> list[Arm]:

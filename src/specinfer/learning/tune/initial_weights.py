@@ -1,25 +1,23 @@
-"""Initial weights of a drafter: an ordinary checkpoint, a few layers of the target, or a new random model."""
+"""Initial weights of a drafter: an ordinary checkpoint, a few layers of the target, or a new random model or head."""
 
 import copy
-import json
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specinfer.core.errors import ModelError, first_line
 from specinfer.core.lookups import LOOKUPS, is_self
-from specinfer.learning.heads.files import NEW_HEADS, export_head, new_head, read_head
-from specinfer.learning.heads.trainable import HeadSizes, TrainableHead
-from specinfer.learning.tune.hybrid_drafter import NUM_LAYERS, check_sizes, new_hybrid, take_embeddings
-from specinfer.model.definition import load_config, load_plain, token_ids
-from specinfer.model.folder import TOKEN_MAP, replacing
+from specinfer.learning.heads.files import NEW_HEADS, new_head, read_head
+from specinfer.learning.heads.head import HeadSizes
+from specinfer.learning.trainable import TrainableDrafter, TrainableModel, load_float32
+from specinfer.model.definition import known_positions, load_config, token_ids
+from specinfer.model.folder import read_token_map
 from specinfer.model.heads.load import find_format
 from specinfer.setup.model_names import find_drafter
 
@@ -36,16 +34,10 @@ _HYBRID = re.compile(r"new:hybrid(?::(\d+)x(\d+))?", re.ASCII)
 _LAYER_LISTS = ("layers", "h", "blocks")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _MAX_HIDDEN, _MAX_LAYERS = 65_536, 1_000
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "*.model",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "vocab.*",
-    "merges.txt",
-    "*.jinja",
-    "added_tokens.json",
-)
+# The family of hybrids, whose training pass in transformers is matrix products over chunks and needs no kernels.
+_HYBRID_FAMILY = "qwen3_5_text"
+_HYBRID_LAYERS, _HYBRID_HEAD_DIM, _HYBRID_MLP_RATIO = 4, 64, 3
+_POSITIONS = 2**20  # of a target whose config does not limit them
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +45,25 @@ class InitialWeights:
     """The initial weights of a drafter, as named by `--drafter`.
 
     Attributes:
-        folder: The folder of a checkpoint; None for the other two kinds.
+        folder: The folder of a checkpoint; None for the other kinds.
+        kind: "folder"; "layers" of the target; "new", of the target's family; "hybrid", whose layers but the last are
+            recurrences, whatever the target's are; or "head", a new one.
         num_layers: The number of layers to cut out or to create.
         hidden_size: The hidden size of a new drafter, or None for a quarter of the target's.
-        is_cut: True if the layers are the target's own.
-        is_hybrid: True if all layers of a new drafter but the last are recurrences, whatever the target's are.
-        new_head: The kind of a new head, one of `NEW_HEADS`, or None.
         head_sizes: The sizes of a new head, or None for the usual ones.
     """
 
     name: str
     folder: Path | None = None
+    kind: Literal["folder", "layers", "new", "hybrid", "head"] = "folder"
     num_layers: int = 0
     hidden_size: int | None = None
-    is_cut: bool = False
-    is_hybrid: bool = False
-    new_head: str | None = None
     head_sizes: HeadSizes | None = None
 
     @property
     def is_head(self) -> bool:
         """True for a head on the target's hidden states."""
-        return self.new_head is not None if self.folder is None else find_format(self.folder) is not None
+        return self.kind == "head" or (self.folder is not None and find_format(self.folder) is not None)
 
 
 def parse_initial_weights(name: str) -> InitialWeights:
@@ -84,20 +73,20 @@ def parse_initial_weights(name: str) -> InitialWeights:
         ValueError: The name has none of the forms, or there is no such folder.
     """
     if name in NEW_HEADS:
-        return InitialWeights(name, new_head=name)
+        return InitialWeights(name, kind="head")
     if sized := _SIZED_HEAD.fullmatch(name):
         rank = None if sized[4] is None else _size(name, "rank", sized[4], _MAX_HIDDEN)
         sizes = HeadSizes(_layers(name, sized[2]), _size(name, "width", sized[3], _MAX_HIDDEN), rank)
-        return InitialWeights(name, new_head=sized[1], head_sizes=sizes)
+        return InitialWeights(name, kind="head", head_sizes=sizes)
     if hybrid := _HYBRID.fullmatch(name):
-        num_layers, width = _layers(name, hybrid[1] or NUM_LAYERS), _hidden(name, hybrid[2])
+        num_layers, width = _layers(name, hybrid[1] or _HYBRID_LAYERS), _hidden(name, hybrid[2])
         if width is not None:
-            check_sizes(name, num_layers, width)
-        return InitialWeights(name, num_layers=num_layers, hidden_size=width, is_hybrid=True)
+            _check_hybrid(name, num_layers, width)
+        return InitialWeights(name, kind="hybrid", num_layers=num_layers, hidden_size=width)
     if cut := _CUT.fullmatch(name):
-        return InitialWeights(name, num_layers=_layers(name, cut[1]), is_cut=True)
+        return InitialWeights(name, kind="layers", num_layers=_layers(name, cut[1]))
     if new := _NEW.fullmatch(name):
-        return InitialWeights(name, num_layers=_layers(name, new[1]), hidden_size=_hidden(name, new[2]))
+        return InitialWeights(name, kind="new", num_layers=_layers(name, new[1]), hidden_size=_hidden(name, new[2]))
     if name in LOOKUPS:
         raise ValueError(f"drafter: {name!r} looks tokens up and learns nothing; give {_FORMS}")
     if is_self(name):
@@ -124,6 +113,17 @@ def _size(name: str, what: str, given: str | int, most: int) -> int:
     return int(given)
 
 
+def _check_hybrid(name: str, num_layers: int, width: int) -> None:
+    if num_layers < 2:
+        raise ValueError(f"drafter: {name}: the last layer has attention and the others none; take at least 2 layers")
+    if width % _HYBRID_HEAD_DIM:
+        nearest = max(round(width / _HYBRID_HEAD_DIM), 1) * _HYBRID_HEAD_DIM
+        raise ValueError(
+            f"drafter: {name}: the hidden size {width} is not a multiple of the {_HYBRID_HEAD_DIM} of a head; take "
+            f"{nearest}"
+        )
+
+
 def check_vocabulary(start: InitialWeights, target: Path) -> None:
     """Check that a drafter can be tuned to this target: distributions are compared token by token.
 
@@ -135,74 +135,59 @@ def check_vocabulary(start: InitialWeights, target: Path) -> None:
     wanted, given = (load_config(folder).get_text_config().vocab_size for folder in (target, start.folder))
     of_target, of_drafter = (token_ids(folder, with_added_tokens=False) for folder in (target, start.folder))
     is_same = of_target == of_drafter if of_target is not None and of_drafter is not None else wanted == given
-    if not is_same or given < _num_used(of_target, wanted):
+    num_used = min(max(of_target.values()) + 1, wanted) if of_target else wanted
+    if not is_same or given < num_used:
         raise ValueError(
             f"drafter: {start.name} has other tokens ({given}) than the target ({wanted}), and is tuned token by "
             'token; start with one of the target\'s family, or with "layers:N" or "new:N"'
         )
 
 
-def _num_used(token_ids: dict[str, int] | None, vocab_size: int) -> int:
-    return vocab_size if not token_ids else min(max(token_ids.values()) + 1, vocab_size)
-
-
-def build(start: InitialWeights, target: Path, seed: int, token_map: Sequence[int] | None = None) -> Any:
+def build(start: InitialWeights, target: Path, seed: int, token_map: Sequence[int] | None = None) -> TrainableDrafter:
     """Return the drafter before tuning, in float32.
 
     Args:
-        token_map: The only tokens that a new head predicts, or None for all. Other drafters keep their heads whole.
+        token_map: The only tokens that it is to predict, or None for those that its folder names, or all. A head that
+            exists keeps its own.
 
     Raises:
         ValueError: It cannot be made from this target.
     """
     torch.manual_seed(seed)
-    if start.new_head is not None:
-        return new_head(start.new_head, target, seed, token_map, start.head_sizes)
-    if start.is_head:
-        assert start.folder is not None
+    if start.kind == "head":
+        kind = next(kind for kind in NEW_HEADS if start.name.startswith(kind))
+        return new_head(kind, target, seed, token_map, start.head_sizes)
+    if start.folder is not None and start.is_head:
         return read_head(start.folder, target)
+    ids: Tensor | None = None
     if start.folder is not None:
         model = _load_checkpoint(start.folder, target)
-    elif start.is_hybrid:
-        model = _make_hybrid(start, target)
+        ids = read_token_map(start.folder, int(model.config.get_text_config().vocab_size))
     else:
-        model = _cut(start, target) if start.is_cut else _make(start, target)
+        model = {"layers": _cut, "new": _make, "hybrid": _make_hybrid}[start.kind](start, target)
     if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
         raise ValueError(f"drafter: {start.name} has weights that are not finite; start from another")
-    model.config.use_cache = False  # training reads whole texts
-    return model
+    return TrainableModel(model, ids if token_map is None else torch.tensor(list(token_map)))
 
 
 def _load_checkpoint(folder: Path, target: Path) -> Any:
-    model = _load(folder)
+    model = load_float32(folder)
     wanted = load_config(target).get_text_config().vocab_size
     if model.config.get_text_config().vocab_size < wanted:  # both have the same tokens, but the target has more padding
         model.resize_token_embeddings(wanted, mean_resizing=False)
     return model
 
 
-def _load(folder: Path) -> Any:
-    try:
-        return load_plain(folder, torch.float32, attn_implementation="sdpa")
-    except ValueError:  # a family without sdpa
-        try:
-            return load_plain(folder, torch.float32)
-        except Exception as error:
-            raise ValueError(f"drafter: {folder} cannot be loaded: {first_line(error)}") from error
-    except Exception as error:  # any error of a definition with a folder it does not fit
-        raise ValueError(f"drafter: {folder} cannot be loaded: {first_line(error)}") from error
-
-
 def _cut(start: InitialWeights, target: Path) -> Any:
     """Return the target with a few of its layers, evenly spread from the first to the last."""
-    model = _load(target)
+    model = load_float32(target)
     owner, name = _layer_list(model)
     layers = getattr(owner, name)
     if start.num_layers > len(layers):
         raise ValueError(f"drafter: {start.name}: the target has {len(layers)} layers; ask for fewer")
     spread = torch.linspace(0, len(layers) - 1, start.num_layers).round().long().tolist()
     setattr(owner, name, nn.ModuleList([layers[i] for i in spread]))
-    _set_layers(model.config, start.num_layers, spread)
+    _set_layers(model.config, spread)
     for i, layer in enumerate(getattr(owner, name)):
         for part in layer.modules():
             if hasattr(part, "layer_idx"):
@@ -218,11 +203,12 @@ def _layer_list(model: Any) -> tuple[nn.Module, str]:
     raise ValueError("drafter: the layers of this target cannot be found; start from a checkpoint or from new:N")
 
 
-def _set_layers(config: Any, count: int, kept: Sequence[int]) -> None:
-    config.num_hidden_layers = count
+def _set_layers(config: Any, places: Sequence[int]) -> None:
+    """Give a configuration the layers at these places of its own; a place beyond the last begins again."""
+    config.num_hidden_layers = len(places)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        config.layer_types = [kinds[i] for i in kept]
+        config.layer_types = [kinds[i % len(kinds)] for i in places]
 
 
 def _make(start: InitialWeights, target: Path) -> Any:
@@ -244,10 +230,7 @@ def _make(start: InitialWeights, target: Path) -> Any:
         if hasattr(config, name):
             fitting = [n for n in range(1, min(kv_heads, new_heads) + 1) if new_heads % n == 0]
             setattr(config, name, fitting[-1])
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        config.layer_types = [kinds[i % len(kinds)] for i in range(start.num_layers)]
-    config.num_hidden_layers = start.num_layers
+    _set_layers(config, range(start.num_layers))
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # each family has its own requirements
@@ -256,31 +239,35 @@ def _make(start: InitialWeights, target: Path) -> Any:
 
 
 def _make_hybrid(start: InitialWeights, target: Path) -> Any:
-    """Return a new hybrid, with the target's embeddings if it has the target's hidden size."""
-    model = new_hybrid(target, start.num_layers, start.hidden_size)
-    if model.config.hidden_size == load_config(target).get_text_config().hidden_size:
-        take_embeddings(model, _load(target))
-    return model
+    """Return a new model whose layers but the last are recurrences, so that a level costs the same at any context.
 
-
-def export(model: Any, target: Path, folder: Path, token_map: Sequence[int] | None = None) -> None:
-    """Write an ordinary Hugging Face folder with the target's tokenizer and a token map, if any, atomically.
-
-    A head is written by `export_head`.
-
-    Raises:
-        OSError: The folder cannot be written.
+    If it has the target's hidden size, it starts with the target's embeddings and output head.
     """
-    if isinstance(model, TrainableHead):
-        export_head(model, folder)
-        return
-    with replacing(folder) as partial:
-        model.config.use_cache = True
-        # The target's is copied below: a drafter generates nothing alone, and its own might be rejected here.
-        model.generation_config = type(model.generation_config)()
-        model.save_pretrained(partial)
-        for pattern in _TOKENIZER_FILES:
-            for file in target.glob(pattern):
-                shutil.copyfile(file, partial / file.name)
-        if token_map is not None:
-            (partial / TOKEN_MAP).write_text(json.dumps(list(token_map)) + "\n", encoding="utf-8")
+    of_target = load_config(target).get_text_config()
+    width = start.hidden_size or max(of_target.hidden_size // 4 // _HYBRID_HEAD_DIM, 1) * _HYBRID_HEAD_DIM
+    heads = width // _HYBRID_HEAD_DIM
+    config = AutoConfig.for_model(
+        _HYBRID_FAMILY,
+        vocab_size=of_target.vocab_size,
+        hidden_size=width,
+        intermediate_size=_HYBRID_MLP_RATIO * width,
+        num_hidden_layers=start.num_layers,
+        layer_types=[*["linear_attention"] * (start.num_layers - 1), "full_attention"],
+        num_attention_heads=heads,
+        num_key_value_heads=1,
+        head_dim=_HYBRID_HEAD_DIM,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=_HYBRID_HEAD_DIM,
+        linear_value_head_dim=_HYBRID_HEAD_DIM,
+        max_position_embeddings=known_positions(target) or _POSITIONS,
+        tie_word_embeddings=bool(getattr(of_target, "tie_word_embeddings", True)),
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if width == of_target.hidden_size:
+        original = load_float32(target)
+        with torch.no_grad():
+            model.get_input_embeddings().weight.copy_(original.get_input_embeddings().weight)
+            if not config.tie_word_embeddings:
+                model.get_output_embeddings().weight.copy_(original.get_output_embeddings().weight)
+    return model

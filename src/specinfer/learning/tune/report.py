@@ -1,6 +1,5 @@
 """The results of a tuning run, measured on held-out data."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from specinfer.learning.tune.evaluation import (
     plan_arms,
 )
 from specinfer.learning.tune.options import TuneConfig
-from specinfer.learning.tune.result import Result, TunedDrafter
+from specinfer.learning.tune.result import Result, StageCallback, TunedDrafter
 from specinfer.llm import LLM
 from specinfer.reporting.environment import Environment
 
@@ -52,51 +51,40 @@ class TuneReport:
         return {keys.get(name, name): value for name, value in asdict(self).items()}
 
 
-def measure(config: TuneConfig, result: Result, note: Callable[[str, int, int], None]) -> TuneReport:
+def measure(config: TuneConfig, result: Result, report: StageCallback) -> TuneReport:
     """Measure a run's drafters, before and after.
 
     Args:
-        note: Called with the current task, the amount done, and the total.
+        report: Receives the progress.
     """
     examples = list(result.held_out)
     sets = {"boosted": [*result.beside, *result.drafters], "independent": []}
     if result.controls:
         sets["independent"] = [*result.beside, *result.controls]
-    everyone: dict[str, TunedDrafter] = {
-        one.name: one for one in (*result.starts, *result.beside, *result.drafters, *result.controls)
-    }
+    everyone = {drafter.name: drafter for drafter in result.all_drafters}
     arms = plan_arms("start", [result.starts[0].name], config.depth, EQUAL_NODES)
     for kind, drafters in sets.items():
         arms += plan_arms(kind, [one.name for one in drafters], config.depth, EQUAL_NODES)
-    passes, environment = _count(config, result, everyone, arms, note)
-    found: list[HitRates] = []
-    for one in everyone.values():
-        found += hit_rates(one.name, one.held_out, examples)
+    passes, environment = _count(config, result, everyone, arms, report)
+    rates = [rate for drafter in everyone.values() for rate in hit_rates(drafter.name, drafter.held_out, examples)]
     parts: list[Coverage] = []
     for drafters in sets.values():
-        if drafters:
-            parts += coverage([one.name for one in drafters], [one.held_out for one in drafters], examples)
+        parts += coverage([one.name for one in drafters], [one.held_out for one in drafters], examples)
     return TuneReport(
         options=asdict(config) | {"model": config.target},
         environment=environment,
         folders={one.name: str(one.folder) for one in result.drafters},
         training={
-            one.name: {
-                "parameters": one.parameters,
-                "steps": one.steps,
-                "tokens": one.tokens,
-                "seconds": one.seconds,
-                "loss": one.loss,
-            }
-            for one in everyone.values()
-            if one.steps
+            name: {field: getattr(drafter, field) for field in ("parameters", "steps", "tokens", "seconds", "loss")}
+            for name, drafter in everyone.items()
+            if drafter.steps
         },
         num_examples=result.num_examples,
         num_tokens=result.num_tokens,
         num_left=tuple(result.num_left),
         num_cut=result.num_cut,
         collecting_seconds=result.collecting_seconds,
-        hit_rates=tuple(found),
+        hit_rates=tuple(rates),
         coverage=tuple(parts),
         passes=tuple(passes),
     )
@@ -107,7 +95,7 @@ def _count(
     result: Result,
     everyone: dict[str, TunedDrafter],
     arms: list[Arm],
-    note: Callable[[str, int, int], None],
+    report: StageCallback,
 ) -> tuple[list[Passes], Environment]:
     """Count passes of arms whose drafters have folders; a start made from nothing has none and would predict little."""
     folders = {name: one.folder for name, one in everyone.items() if one.folder is not None}
@@ -124,9 +112,9 @@ def _count(
     )
     prompts = [example.tokens[: example.num_prompt].tolist() for example in result.held_out[:_NUM_PROMPTS]]
     name = "counting passes"
-    note(name, 0, len(usable))
+    report(name, 0, len(usable))
     passes = count_passes(
         llm, usable, prompts, {name: Path(folder) for name, folder in folders.items()},
-        max_tokens=config.max_tokens, seed=config.seed + 1, note=lambda done: note(name, done, len(usable)),
+        max_tokens=config.max_tokens, seed=config.seed + 1, note=lambda done: report(name, done, len(usable)),
     )  # fmt: skip
     return passes, Environment.from_llm(llm, {one.name: one.parameters for one in everyone.values()})

@@ -1,4 +1,4 @@
-"""The results of a tuning run, and the protocol of those that observe its progress."""
+"""The results of a tuning run, and the callback that receives its progress."""
 
 import math
 from dataclasses import dataclass
@@ -7,29 +7,12 @@ from typing import Protocol
 
 from specinfer.learning.examples import TrainingExamples
 from specinfer.learning.tune.boosting import Predictions
-from specinfer.learning.tune.training import Progress
 
 
-class StageObserver(Protocol):
-    """An observer of the progress of a run."""
+class StageCallback(Protocol):
+    """Receives the name of a stage, what of it is done, its total, and details such as the loss; first with 0 done."""
 
-    def stage(self, name: str, total: int) -> None:
-        """Receive the name of the next stage, and its number of prompts, examples or steps."""
-        ...
-
-    def advance(self, done: int, progress: Progress | None = None) -> None:
-        """Receive how much of the stage is done."""
-        ...
-
-
-class SilentObserver:
-    """An observer that shows nothing, for a run that another process shows."""
-
-    def stage(self, name: str, total: int) -> None:
-        pass
-
-    def advance(self, done: int, progress: Progress | None = None) -> None:
-        pass
+    def __call__(self, name: str, done: int, total: int, details: str = "") -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +52,7 @@ class Result:
     num_left: list[int]  # number of examples that each drafter was trained on
     num_cut: int  # number of prompts longer than the context allows
     collecting_seconds: float
+
+    @property
+    def all_drafters(self) -> list[TunedDrafter]:
+        return [*self.starts, *self.beside, *self.drafters, *self.controls]

@@ -6,10 +6,9 @@ last file or checkpoint. So a run that is started again ends as if it had never 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,32 +16,23 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from specinfer.learning.examples import TrainingExamples
-from specinfer.learning.heads.trainable import TrainableHead
-from specinfer.learning.tune.boosting import Predictions, is_predicted, predict
-from specinfer.learning.tune.collection import collect, load, read
-from specinfer.learning.tune.config import check_disk_space, find_models, open_run
+from specinfer.learning.loop import Progress, TrainingError, reporting_disk_errors
+from specinfer.learning.optimizers import learning_rate_for
+from specinfer.learning.trainable import TrainableDrafter, export
+from specinfer.learning.tune.boosting import Predictions, is_predicted, load_predictions, predict, save_predictions
+from specinfer.learning.tune.collection import Collection, load
 from specinfer.learning.tune.corpus import Prompts, read_prompts
-from specinfer.learning.tune.initial_weights import InitialWeights, build, export
-from specinfer.learning.tune.options import TuneConfig
-from specinfer.learning.tune.prediction_files import load_predictions, save_predictions
-from specinfer.learning.tune.result import Result, SilentObserver, StageObserver, TunedDrafter
-from specinfer.learning.tune.tensorboard import open_tensorboard
-from specinfer.learning.tune.training import (
-    Progress,
-    TrainingConfig,
-    TrainingError,
-    fit,
-    learning_rate_for,
-    reporting_disk_errors,
-)
+from specinfer.learning.tune.initial_weights import InitialWeights, build
+from specinfer.learning.tune.options import TuneConfig, data_files
+from specinfer.learning.tune.result import Result, StageCallback, TunedDrafter
+from specinfer.learning.tune.run_folder import check_disk_space, find_models, open_run
+from specinfer.learning.tune.training import TrainingConfig, fit, with_curves
 from specinfer.llm import LLM
 from specinfer.model.definition import known_positions, load_config, load_tokenizer
 from specinfer.model.device import find_device
-from specinfer.model.folder import read_token_map
 
 _LONG = 7 * 24 * 3600  # seconds that one process may wait for another
-_ROWS = 16  # examples in a pass that predicts them
-_GROUP = 16 * _ROWS  # examples between two progress reports
+_GROUP = 256  # examples between two progress reports
 
 
 class Run:
@@ -53,14 +43,13 @@ class Run:
         ValueError: An option cannot be used; the message names the field.
     """
 
-    def __init__(self, config: TuneConfig, observer: StageObserver) -> None:
+    def __init__(self, config: TuneConfig, report: StageCallback) -> None:
         self.config = config
         device = find_device(config.device)
         self.target, self.starts, self.beside = find_models(config)
         # Collecting may take hours, so errors of making or loading a drafter must occur before.
-        parameters = max(
-            _count(build(start, self.target, config.seed)) for start in dict.fromkeys((*self.starts, *self.beside))
-        )
+        every = dict.fromkeys((*self.starts, *self.beside))
+        parameters = max(build(start, self.target, config.seed).num_parameters for start in every)
         self._vocab_size = int(load_config(self.target).get_text_config().vocab_size)
         self.prompts = self._read_prompts()
         self.accelerator = Accelerator(
@@ -68,7 +57,7 @@ class Run:
             mixed_precision=_precision(config, device),
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=_LONG))],
         )
-        self.observer = observer if self.accelerator.is_main_process else SilentObserver()
+        self.report: StageCallback = report if self.accelerator.is_main_process else lambda *_, **__: None
         with self.accelerator.main_process_first():
             self.folder = open_run(config, self.prompts.digest, writes=self.accelerator.is_main_process)
         check_disk_space(config, self.folder, parameters)
@@ -84,8 +73,9 @@ class Run:
                 f"max_tokens: {config.max_tokens} leave no space for a prompt in the context of {context} tokens that "
                 "the target and the drafters have; lower max_tokens"
             )
+        training_files, held_out_files = data_files(config.data, config.held_out)
         return read_prompts(
-            config.training_files,
+            training_files,
             load_tokenizer(self.target),
             count=config.num_prompts,
             num_held_out=config.num_held_out,
@@ -94,7 +84,7 @@ class Run:
             text_length=min(config.text_tokens, context),
             most=most,
             vocab_size=self._vocab_size,
-            held_out_paths=config.held_out_files,
+            held_out_paths=held_out_files,
         )
 
     def run(self) -> Result:
@@ -125,7 +115,7 @@ class Run:
 
     def _collect(self) -> tuple[TrainingExamples, TrainingExamples]:
         """Return the examples to train on, and the held-out ones."""
-        config, observer = self.config, self.observer
+        config = self.config
         process = (self.accelerator.process_index, self.accelerator.num_processes)
         folders = [self.folder / "examples", self.folder / "examples-held-out"]
         llm = LLM(
@@ -135,19 +125,23 @@ class Run:
         parts = zip(folders, (self.prompts.training, self.prompts.held_out), strict=True)
         for seed, (folder, prompts) in enumerate(parts, config.seed):
             folder.mkdir(exist_ok=True)
-            observer.stage(f"{folder.name}: the target generates", len(prompts))
-            collect(
-                llm, prompts, folder, max_tokens=config.max_tokens, temperatures=config.temperatures, seed=seed,
-                top=config.top, note=observer.advance, process=process,
-            )  # fmt: skip
+            note = self._stage(f"{folder.name}: the target generates", len(prompts))
+            Collection(llm, config.top, note, process).generate(
+                prompts, folder, max_tokens=config.max_tokens, temperatures=config.temperatures, seed=seed
+            )
         if self.prompts.texts:
-            observer.stage("examples: the target reads", len(self.prompts.texts))
-            read(llm, self.prompts.texts, folders[0], top=config.top, note=observer.advance, process=process)
+            note = self._stage("examples: the target reads", len(self.prompts.texts))
+            Collection(llm, config.top, note, process).read(self.prompts.texts, folders[0])
         self.accelerator.wait_for_everyone()
         examples, held_out = map(load, folders)
         if not len(examples) or not len(held_out):
             raise TrainingError("data: the target generated nothing for any of the prompts; use others")
         return examples, held_out
+
+    def _stage(self, name: str, total: int) -> Callable[[int], None]:
+        """Begin a stage, and return the function that reports how much of it is done."""
+        self.report(name, 0, total)
+        return lambda done: self.report(name, done, total)
 
     def _tune_one_after_the_other(
         self, examples: TrainingExamples, held_out: TrainingExamples
@@ -180,37 +174,30 @@ class Run:
 
     def _measure_untuned(self, name: str, start: InitialWeights, held_out: TrainingExamples) -> TunedDrafter:
         """Measure a drafter without tuning, or before it."""
-        model = build(start, self.target, self.config.seed)
+        drafter = build(start, self.target, self.config.seed)
         path = self.folder / f"{name}.held-out.safetensors"
-        return TunedDrafter(
-            name, start.folder, self._predictions(path, f"{name}: measuring", start, held_out, model), _count(model)
-        )
+        predictions = self._predictions(path, f"{name}: measuring", lambda: drafter, held_out)
+        return TunedDrafter(name, start.folder, predictions, drafter.num_parameters)
 
     def _predict_training(self, name: str, start: InitialWeights, examples: TrainingExamples) -> list[Predictions]:
         """Return a drafter's predictions on all training examples."""
-        return self._predictions(self.folder / f"{name}.marks.safetensors", f"{name}: predicting", start, examples)
+        path = self.folder / f"{name}.marks.safetensors"
+        return self._predictions(path, f"{name}: predicting", lambda: build(start, self.target, 0), examples)
 
     def _predictions(
-        self, path: Path, stage: str, start: InitialWeights, examples: TrainingExamples, model: Any = None
+        self, path: Path, stage: str, load_drafter: Callable[[], TrainableDrafter], examples: TrainingExamples
     ) -> list[Predictions]:
         """Return the predictions in a file, which is made first where it is missing."""
         if not path.exists() and self.accelerator.is_main_process:
-            model = build(start, self.target, 0) if model is None else model
-            save_predictions(self._predict(stage, model, start.folder, examples), path)
+            note = self._stage(stage, len(examples))
+            drafter = load_drafter().to(self.accelerator.device)
+            predictions: list[Predictions] = []
+            for first in range(0, len(examples), _GROUP):
+                predictions += predict(drafter, examples[first : first + _GROUP])
+                note(len(predictions))
+            save_predictions(predictions, path)
         self.accelerator.wait_for_everyone()
         return load_predictions(path, examples)
-
-    def _predict(self, stage: str, model: Any, folder: Path | None, examples: TrainingExamples) -> list[Predictions]:
-        """Return a model's predictions on these examples, with the token map in its folder if there is one."""
-        token_map = None if folder is None else read_token_map(folder, self._vocab_size)
-        self.observer.stage(stage, len(examples))
-        device = self.accelerator.device
-        model.to(device)
-        predictions: list[Predictions] = []
-        for first in range(0, len(examples), _GROUP):
-            predictions += predict(model, examples[first : first + _GROUP], device, _ROWS, token_map)
-            self.observer.advance(len(predictions))
-        return predictions
 
     def _tune(
         self,
@@ -223,41 +210,35 @@ class Run:
     ) -> TunedDrafter:
         """Train the i-th drafter on the chosen examples, write its folder and measure it."""
         config, folder = self.config, self.folder / name
-        token_map = self._token_map(examples)
-        kept = None if token_map is None else token_map.tolist()
-        model = build(self.starts[i], self.target, config.seed + i, kept)
-        num_parameters = _count(model)
-        if isinstance(model, TrainableHead):
-            token_map = model.token_map  # a head that was made before keeps its own vocabulary
-        elif config.freeze_embeddings:
-            model.get_input_embeddings().requires_grad_(False)
-        training = self._training_config(model, i, sum(len(example.tokens) for example in examples))
-        self.observer.stage(f"{name}: tuning", training.num_steps)
+        drafter = build(self.starts[i], self.target, config.seed + i, self._token_map(examples))
+        if config.freeze_embeddings:
+            drafter.freeze_embeddings()
+        training = self._training_config(drafter, i, sum(len(example.tokens) for example in examples))
+        stage = f"{name}: tuning"
+        self.report(stage, 0, training.num_steps)
         progress = Progress()
         is_shown = config.tensorboard and self.accelerator.is_main_process
-        with open_tensorboard(self.folder / "tensorboard" / name if is_shown else None) as log:
-            checkpoint = self.folder / f"{name}.checkpoint.pt"
-            learned = [examples[j] for j in chosen]
-            for progress in fit(self.accelerator, model, learned, predictions, training, checkpoint, token_map):
-                self.observer.advance(progress.step, progress)
-                if log is not None:
-                    log.note(progress)
+        learned, checkpoint = [examples[j] for j in chosen], self.folder / f"{name}.checkpoint.pt"
+        steps = fit(self.accelerator, drafter, learned, predictions, training, checkpoint)
+        for progress in with_curves(steps, self.folder / "tensorboard" / name if is_shown else None):
+            self.report(stage, progress.step, training.num_steps, str(progress))
         path = self.folder / f"{name}.held-out.safetensors"
         if self.accelerator.is_main_process and not (path.exists() and folder.is_dir()):
-            export(model, self.target, folder, kept)
-            # Loaded again: the model just tuned still runs in the precision of its training.
-            tuned = build(InitialWeights(name, folder), self.target, 0)
-            save_predictions(self._predict(f"{name}: measuring", tuned, folder, held_out), path)
+            export(drafter, folder, None if self.starts[i].is_head else self.target)
+            path.unlink(missing_ok=True)
         self.accelerator.free_memory()  # it would keep every drafter in memory to the end
         self.accelerator.wait_for_everyone()
+        # Loaded again: the drafter just tuned still runs in the precision of its training.
+        tuned = InitialWeights(name, folder)
+        measured = self._predictions(path, f"{name}: measuring", lambda: build(tuned, self.target, 0), held_out)
         return TunedDrafter(
-            name, folder, load_predictions(path, held_out), num_parameters, progress.seconds, progress.tokens,
-            progress.step, progress.loss,
+            name, folder, measured, drafter.num_parameters, progress.seconds, progress.tokens, progress.step,
+            progress.loss,
         )  # fmt: skip
 
-    def _training_config(self, model: Any, i: int, num_tokens: int) -> TrainingConfig:
+    def _training_config(self, drafter: TrainableDrafter, i: int, num_tokens: int) -> TrainingConfig:
         config = self.config
-        num_trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        num_trained = sum(weight.numel() for weight in drafter.parameters() if weight.requires_grad)
         return TrainingConfig(
             # All drafters take the same number of steps, however much is left for them.
             num_steps=max(round(config.epochs * num_tokens / config.batch_tokens), 1),
@@ -268,8 +249,8 @@ class Run:
             save_every=config.save_every,
         )
 
-    def _token_map(self, examples: TrainingExamples) -> torch.Tensor | None:
-        """Return the tokens that the target most expects in all examples, ascending, [token_map] int64; None for all.
+    def _token_map(self, examples: TrainingExamples) -> list[int] | None:
+        """Return the tokens that the target most expects in all examples, ascending, or None for all.
 
         Frequency-ranked vocabulary compression: FR-Spec (arXiv 2502.14856).
         """
@@ -281,11 +262,8 @@ class Run:
             weights = np.exp(example.top_logprobs.astype(np.float32)).ravel()
             expected += np.bincount(example.top_ids.ravel(), weights, self._vocab_size)
         best = np.argsort(-expected, kind="stable")[:count]
-        return torch.from_numpy(np.sort(best[expected[best] > 0]))
-
-
-def _count(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+        chosen: list[int] = np.sort(best[expected[best] > 0]).tolist()
+        return chosen
 
 
 def _precision(config: TuneConfig, place: torch.device) -> str:

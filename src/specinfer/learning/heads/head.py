@@ -1,16 +1,17 @@
 """A head in training, next to its frozen target, whose hidden states a batch contains or are computed for it anew."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
-from specinfer.drafters.vocabulary.token_map import TokenMap
-from specinfer.learning.distillation import DraftLogits
-from specinfer.learning.examples import Batch
+from specinfer.learning.batches import Batch
+from specinfer.learning.trainable import TrainableDrafter, copy_tokenizer
 from specinfer.model.definition import load_config, load_plain
 from specinfer.model.folder import read_weight
 from specinfer.model.heads.checkpoint import HeadCheckpoint
@@ -37,7 +38,7 @@ class HeadSizes(NamedTuple):
     rank: int | None = None
 
 
-class TrainableHead(DraftLogits):
+class TrainableHead(TrainableDrafter):
     """A head whose weights take gradients. Each kind of head computes its logits in a class of its own.
 
     Args:
@@ -52,9 +53,9 @@ class TrainableHead(DraftLogits):
     renamed: Mapping[str, str] = {"embedding": EMBEDDING}  # beginnings of names, in the head and its files
 
     def __init__(self, head: FeatureHead, checkpoint: HeadCheckpoint, target: Path) -> None:
-        super().__init__(head.requires_grad_(True), head.token_map)
-        self.checkpoint, self.config, self._folder = checkpoint, load_config(target), target
-        if max(head.reads) >= int(self.config.get_text_config().num_hidden_layers):
+        super().__init__(head.requires_grad_(True), load_config(target), head.token_map)
+        self.checkpoint, self._folder = checkpoint, target
+        if max(head.reads) >= int(self.config.num_hidden_layers):
             raise ModelError("drafter: a head that reads hidden states after the target's last layer cannot be trained")
         self._target = list[Any]()  # in a list: it is no part of what is trained
         if head.embedding is not None:
@@ -62,11 +63,12 @@ class TrainableHead(DraftLogits):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of its files by name: the trained ones, and the others as they were read."""
-        found = {name: one if isinstance(one, Tensor) else one.read() for name, one in self.checkpoint.tensors.items()}
+        stored = self.checkpoint.tensors.items()
+        tensors = {name: source if isinstance(source, Tensor) else source.read() for name, source in stored}
         for name, weight in self.model.named_parameters():
-            before = next((one for one in self.renamed if name.startswith(one)), "")
-            found[self.renamed.get(before, "") + name.removeprefix(before)] = weight.detach().cpu()
-        return found
+            prefix = next((prefix for prefix in self.renamed if name.startswith(prefix)), "")
+            tensors[self.renamed.get(prefix, "") + name.removeprefix(prefix)] = weight.detach().cpu()
+        return tensors
 
     @torch.no_grad()
     def hidden_states(self, batch: Batch) -> list[Tensor]:
@@ -85,10 +87,22 @@ class TrainableHead(DraftLogits):
         features: Tensor = self.model.project([tap.flatten(0, 1) for tap in taps]).unflatten(0, batch.tokens.shape)
         return features
 
-    def expand(self, logits: Tensor) -> Tensor:
-        if self.token_map is None:
-            return logits
-        return TokenMap(self.token_map, int(self.config.get_text_config().vocab_size)).expand(logits)
+    def freeze_embeddings(self) -> None:
+        """Do nothing: a head's embeddings are the target's, which are never trained."""
+
+    def save(self, folder: Path, origin: Path | None) -> None:
+        write_head(folder, self.tensors(), self.checkpoint.fields)
+        copy_tokenizer(origin, folder)
+
+
+def write_head(folder: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
+    """Write the files of a head: its weights, and its config.json with these fields.
+
+    Raises:
+        OSError, SafetensorError: The folder cannot be written.
+    """
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def by_heads(attention: Any, name: str, x: Tensor) -> Tensor:
@@ -144,7 +158,7 @@ def layer_tensors(prefix: str, sizes: Mapping[str, Any], inputs: int, source: to
     return tensors
 
 
-def ends_of(target: Path, token_map: Sequence[int] | None) -> dict[str, Tensor]:
+def target_ends(target: Path, token_map: Sequence[int] | None) -> dict[str, Tensor]:
     """Return the target's last norm and its output head, or the rows of these tokens."""
     head = read_weight(target, *OUTPUT_HEADS)
     return {

@@ -1,4 +1,4 @@
-"""The configuration of a tuning run, checked before the long work begins."""
+"""The models and the folder of a tuning run, checked before the long work begins."""
 
 import json
 import shutil
