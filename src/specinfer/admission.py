@@ -130,9 +130,9 @@ class Admission:
 
     def _num_kept_from(self, tenant: str, live: Counter[str]) -> int:
         """Return the number of free places kept for other tenants, who share a quarter of the queue."""
-        others = [other for other in self.quotas.limits if other != tenant]
+        others = [name for name in self.quotas.limits if name != tenant]
         share = self.capacity // (4 * len(self.quotas.limits)) if others else 0
-        return sum(max(0, share - live[other]) for other in others)
+        return sum(max(0, share - live[name]) for name in others)
 
     @property
     def _num_waiting_tokens(self) -> int:

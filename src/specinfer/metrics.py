@@ -94,7 +94,7 @@ class EngineCounters(Tally):
     def metrics(self, num_running: int, num_waiting: int, cache_usage: float) -> list[Metric]:
         """Return all metrics; the arguments are the gauges."""
         totals = self.copy()
-        found: list[Metric] = [
+        all_metrics: list[Metric] = [
             Gauge(name=_PREFIX + name, value=value)
             for name, value in (
                 ("num_requests_running", num_running),
@@ -102,7 +102,7 @@ class EngineCounters(Tally):
                 ("kv_cache_usage_perc", cache_usage),
             )
         ]
-        found += [
+        all_metrics += [
             Counter(name=_PREFIX + name, value=value)
             for name, value in (
                 ("prompt_tokens", totals.num_prompt_tokens),
@@ -116,11 +116,11 @@ class EngineCounters(Tally):
             )
         ]
         deepest = max((depth for depth, count in enumerate(totals.accepted_at, start=1) if count), default=0)
-        found.append(
+        all_metrics.append(
             Vector(name=f"{_PREFIX}spec_decode_num_accepted_tokens_per_pos", values=totals.accepted_at[:deepest])
         )
-        found += [
+        all_metrics += [
             Counter(name=f"{_PREFIX}request_success", labels={"finished_reason": reason}, value=count)
             for reason, count in sorted(self.ended.items())
         ]
-        return found + [replace(one, buckets=dict(one.buckets)) for one in self._times.values()]
+        return all_metrics + [replace(histogram, buckets=dict(histogram.buckets)) for histogram in self._times.values()]

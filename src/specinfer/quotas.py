@@ -62,10 +62,10 @@ class Quotas:
         """
         if tenant not in self.usage:
             return self.num_connections < most
-        own, limit = self.usage[tenant].num_connections, self.limits[tenant].max_connections
-        if limit is not None and own >= limit:
-            self._refuse(tenant, "max_connections", f"{counted(own, 'request')} being served, {limit} may be")
-        return self.num_connections < most or not own
+        num_served, limit = self.usage[tenant].num_connections, self.limits[tenant].max_connections
+        if limit is not None and num_served >= limit:
+            self._refuse(tenant, "max_connections", f"{counted(num_served, 'request')} being served, {limit} may be")
+        return self.num_connections < most or not num_served
 
     @contextmanager
     def connection(self, tenant: str) -> Iterator[None]:

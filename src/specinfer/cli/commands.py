@@ -87,10 +87,10 @@ def _of_vllm(error: Any) -> str | None:
 def _of_prompt(error: Any) -> str | None:
     """Return which command takes a prompt, if one was given to a command that reads it elsewhere, or None."""
     command = getattr(getattr(error, "ctx", None), "info_name", None)
-    other = {"chat": "run", "complete": "generate"}.get(command or "")
-    if other is None or "unexpected extra argument" not in error.format_message():
+    alternative = {"chat": "run", "complete": "generate"}.get(command or "")
+    if alternative is None or "unexpected extra argument" not in error.format_message():
         return None
-    return f"{command} takes no prompt as an argument; use specinfer {other} MODEL PROMPT, or --quick PROMPT"
+    return f"{command} takes no prompt as an argument; use specinfer {alternative} MODEL PROMPT, or --quick PROMPT"
 
 
 def _type_error(error: Any) -> str | None:

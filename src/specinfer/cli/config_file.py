@@ -39,7 +39,7 @@ def _values(path: str, known: set[str]) -> tuple[dict[str, Any], dict[str, str]]
             raise UsageError(f"--config: {path}: {key} is given twice; leave one out")
         if value is not None:
             keys[name] = str(key)
-            values[name] = [_word(one) for one in value] if isinstance(value, list) else _word(value)
+            values[name] = [_word(each) for each in value] if isinstance(value, list) else _word(value)
     return values, keys
 
 

@@ -149,10 +149,10 @@ class _BestStep:
         from specinfer.engine.trace import target_probs, trace_step
 
         kept = len(acceptance.path[:num_generated])
-        found = kept, len(tree) - 1 - kept
-        if found > self._best and len(tree) - 1 <= _MAX_NODES and max(tree.depths) <= _MAX_DEPTH:
+        counts = kept, len(tree) - 1 - kept
+        if counts > self._best and len(tree) - 1 <= _MAX_NODES and max(tree.depths) <= _MAX_DEPTH:
             probs = target_probs(tree, acceptance, logits)
-            self._best, self.step = found, trace_step(request, tree, acceptance, probs, num_generated)
+            self._best, self.step = counts, trace_step(request, tree, acceptance, probs, num_generated)
 
     def on_step(self, record: "StepRecord") -> None:
         """Do nothing: whole steps are not used."""

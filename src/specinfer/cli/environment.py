@@ -78,5 +78,5 @@ def _native_types() -> str:
 
 
 def _memory() -> str:
-    found = installed_memory()
-    return "unknown" if found is None else f"{found / 2**30:.1f} GiB"
+    num_bytes = installed_memory()
+    return "unknown" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"

@@ -67,8 +67,8 @@ def generate(
             assert llm.adapters is not None
             llm.adapters.find(adapter)  # one that cannot be used is refused once, and not for each prompt
     asked, errors = _rendered(lines, llm)
-    fitted = [sampling.fit(one, llm, prompt, limited="max_tokens" in line.settings)
-              for one, prompt, line in zip(params, asked, lines, strict=True)]  # fmt: skip
+    fitted = [sampling.fit(each, llm, prompt, limited="max_tokens" in line.settings)
+              for each, prompt, line in zip(params, asked, lines, strict=True)]  # fmt: skip
     if screen.is_terminal and not as_json and len(asked) == fitted[0].n == 1:
         streamed = screen.stream(llm, asked[0], fitted[0], stoppable=False, lora_request=adapter).output
         failed = streamed is not None and streamed.error is not None
@@ -163,7 +163,7 @@ def _output_record(done: "CompletionOutput") -> dict[str, Any]:
     if done.logprobs is not None:  # JSON has no infinity
         record["cumulative_logprob"] = done.cumulative_logprob
         record["logprobs"] = [
-            {token: one.logprob if math.isfinite(one.logprob) else None for token, one in best.items()}
+            {token: logprob.logprob if math.isfinite(logprob.logprob) else None for token, logprob in best.items()}
             for best in done.logprobs
         ]
     return record

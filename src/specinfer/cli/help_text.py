@@ -56,9 +56,9 @@ def _sections(command: Any, context: Any) -> dict[str, list[tuple[str, str]]]:
             name, text = record
             name = _TYPE.sub(r"<\1>", name)
             sections.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append((name, text))
-    for name, one in getattr(command, "commands", {}).items():
-        if not one.hidden:
-            sections.setdefault("Commands", []).append((name, one.get_short_help_str(limit=400)))
+    for name, subcommand in getattr(command, "commands", {}).items():
+        if not subcommand.hidden:
+            sections.setdefault("Commands", []).append((name, subcommand.get_short_help_str(limit=400)))
     others = sections.pop("Options", None)
     return sections if others is None else sections | {"Options": others}
 

@@ -97,9 +97,9 @@ def _models(*, verify: bool) -> list[tuple[str, ...]]:
         rows.append((CHAT, "GGUF", "", "", f"not installed; {INSTALL}"))
     else:
         rows.append((CHAT, "GGUF", _size(chat.stat().st_size), _age(chat.stat().st_mtime), "can be loaded"))
-    for one in cached_models(verify=verify):
-        state = "can be loaded" if one.refusal is None else f"cannot be loaded: {one.refusal}"
-        rows.append((one.name, one.format, _size(one.num_bytes), _age(one.modified), state))
+    for model in cached_models(verify=verify):
+        state = "can be loaded" if model.refusal is None else f"cannot be loaded: {model.refusal}"
+        rows.append((model.name, model.format, _size(model.num_bytes), _age(model.modified), state))
     return rows
 
 
@@ -120,8 +120,8 @@ def _embedded_kind(name: str) -> str:
 def _drafters(model: str) -> list[tuple[str, ...]]:
     if model in (CODE, CHAT):
         return [(name, _embedded_kind(name), "embedded") for name in DRAFTERS[model]]
-    found = known_drafters(model)
-    if not found:
+    known = known_drafters(model)
+    if not known:
         raise ModelError(
             f"drafters: none are known for {model}{did_you_mean(model, known_names())}; any small model can draft, and "
             "suffix needs none"
@@ -129,11 +129,13 @@ def _drafters(model: str) -> list[tuple[str, ...]]:
     from specinfer.hub.cache import find_cached
 
     rows: list[tuple[str, ...]] = []
-    for one in found:
-        state = "in the cache" if find_cached(one.name) is not None else "can be pulled"
-        size = "" if one.parameters is None else f", {one.parameters:g} B"
-        name, kind = (MTP, f"{one.kind} layers of the target") if one.name == model else (one.name, one.kind)
-        rows.append((name, kind + size, state if one.is_supported else "not supported yet"))
+    for drafter in known:
+        state = "in the cache" if find_cached(drafter.name) is not None else "can be pulled"
+        size = "" if drafter.parameters is None else f", {drafter.parameters:g} B"
+        state = state if drafter.is_supported else "not supported yet"
+        is_own = drafter.name == model
+        name, kind = (MTP, f"{drafter.kind} layers of the target") if is_own else (drafter.name, drafter.kind)
+        rows.append((name, kind + size, state))
     return [*rows, ("suffix", "lookup", "built in"), ("ngram", "lookup", "built in")]
 
 

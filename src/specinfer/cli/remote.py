@@ -220,8 +220,8 @@ def texts_of(step: Mapping[str, Any]) -> list[str]:
     """Return the text of each token that a traced step added: the accepted path's, then the target's own."""
     nodes = step.get("nodes") or ()
     texts = [str(node.get("text", "")) for node in nodes if node.get("accepted")]
-    own = step.get("next")
-    return texts + ([str(own.get("text", ""))] if isinstance(own, Mapping) else [])
+    last = step.get("next")
+    return texts + ([str(last.get("text", ""))] if isinstance(last, Mapping) else [])
 
 
 def fields_of(params: SamplingParams) -> dict[str, Any]:

@@ -172,8 +172,8 @@ def _shown(name: str, value: Any) -> str:
 def _unknown_variables(context: typer.Context) -> list[str]:
     """Return environment variables that look like settings and are none: somebody may rely on them."""
     known = {getattr(option, "envvar", None) for option in context.command.params}
-    found = (name for name in os.environ if name.startswith("SPECINFER_") and name not in known)
-    return sorted(name for name in found if not name.startswith(_OTHER_VARIABLES))
+    unknown = (name for name in os.environ if name.startswith("SPECINFER_") and name not in known)
+    return sorted(name for name in unknown if not name.startswith(_OTHER_VARIABLES))
 
 
 def _check_installed() -> None:

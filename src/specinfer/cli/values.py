@@ -30,7 +30,7 @@ def parse_object(name: str, text: str, example: str) -> dict[str, Any]:
 def join_dotted(flag: str, words: Sequence[str]) -> list[str]:
     """Replace vLLM's `--flag.key value` in a command line by a single `--flag JSON`."""
     rest: list[str] = []
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     left = iter(words)
     for word in left:
         name, equals, value = word.partition("=")
@@ -44,12 +44,12 @@ def join_dotted(flag: str, words: Sequence[str]) -> list[str]:
         if not key or not value:
             raise ValueError(f"{flag[2:]}: {name} needs a key and a value, as in {flag}.method ngram")
         try:
-            found[key] = json.loads(value)
+            values[key] = json.loads(value)
         except (ValueError, RecursionError):
-            found[key] = value
-    if found and any(word.partition("=")[0].replace("_", "-") == flag for word in rest):
+            values[key] = value
+    if values and any(word.partition("=")[0].replace("_", "-") == flag for word in rest):
         raise ValueError(f"{flag[2:]}: it is given as JSON and by its keys; choose one")
-    return [*rest, flag, json.dumps(found)] if found else rest
+    return [*rest, flag, json.dumps(values)] if values else rest
 
 
 def read_text(name: str, value: str, *, is_path: Callable[[str], bool]) -> str:

@@ -217,10 +217,10 @@ def answer_questions(
             question = _receive(sys.stdin.buffer)
             _limit_time(seconds(len(question)))
             try:
-                found = answer(question)
+                result = answer(question)
             finally:
                 _limit_time(0)
-            _send(answers, found)
+            _send(answers, result)
 
 
 def _send(pipe: IO[bytes], message: bytes) -> None:

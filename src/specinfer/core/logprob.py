@@ -44,4 +44,6 @@ def by_token(
 
 def with_texts(known: Mapping[int, Logprob], decode: Callable[[int], str] | None) -> dict[int, Logprob]:
     """Return log-probabilities by token id with the texts of the tokens, if there is a function that returns these."""
-    return {token: one._replace(decoded_token=decode(token)) if decode else one for token, one in known.items()}
+    if decode is None:
+        return dict(known)
+    return {token: logprob._replace(decoded_token=decode(token)) for token, logprob in known.items()}

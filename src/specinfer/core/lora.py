@@ -80,14 +80,14 @@ def parse_modules(given: Sequence[str]) -> dict[str, LoRARequest]:
     Raises:
         ValueError: One of them cannot be read, or two have the same name.
     """
-    found: dict[str, LoRARequest] = {}
+    adapters: dict[str, LoRARequest] = {}
     ids = itertools.count(1)
     for text in given:
         for name, path in _parse(text):
-            if name in found:
+            if name in adapters:
                 raise ValueError(f"lora_modules: {name!r:.80} is named twice; give each adapter a name of its own")
-            found[name] = LoRARequest(name, next(ids), path)
-    return found
+            adapters[name] = LoRARequest(name, next(ids), path)
+    return adapters
 
 
 def _parse(text: str) -> list[tuple[str, str]]:
@@ -99,7 +99,7 @@ def _parse(text: str) -> list[tuple[str, str]]:
     try:
         fields = json.loads(text)
         listed = fields if isinstance(fields, list) else [fields]
-        return [(one["name"], one["path"]) for one in listed]
+        return [(module["name"], module["path"]) for module in listed]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f'lora_modules: {text!r:.80} is not an adapter; write {{"name": "NAME", "path": "PATH"}}'

@@ -149,11 +149,11 @@ def parse_size(name: str, value: object) -> int:
     forms = "give bytes, or a size such as 4GiB, 500MB or 512M"
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"{name}: {value!r:.60} is not a size; {forms}")
-    found = re.fullmatch(r"(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", str(value).strip(), re.ASCII)
-    unit = None if found is None else found[2] if len(found[2]) < 2 else found[2].lower()
-    if found is None or unit not in _UNITS:
+    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", str(value).strip(), re.ASCII)
+    unit = None if match is None else match[2] if len(match[2]) < 2 else match[2].lower()
+    if match is None or unit not in _UNITS:
         raise ValueError(f"{name}: {value!r:.60} is not a size; {forms}")
-    size = int(float(found[1]) * _UNITS[unit]) if "." in found[1] else int(found[1]) * _UNITS[unit]
+    size = int(float(match[1]) * _UNITS[unit]) if "." in match[1] else int(match[1]) * _UNITS[unit]
     if size < 1:
         raise ValueError(f"{name}: {value!r:.60} is nothing; {forms}")
     return size

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 
 from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
@@ -107,7 +108,7 @@ class RequestOutput:
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=first.prompt_ids,
-            outputs=[CompletionOutput.from_request(i, one) for i, one in enumerate(requests)] if error is None else [],
+            outputs=[] if error is not None else list(starmap(CompletionOutput.from_request, enumerate(requests))),
             finished=all(request.is_finished for request in requests),
             metrics=RequestMetrics(
                 first.arrival_time, min(starts, default=None), max(ends, default=None), total.as_dict()
@@ -183,7 +184,7 @@ class TextChunk:
                 token_ids=[token for chunk in chunks for token in chunk.token_ids],
                 origins=[origin for chunk in chunks for origin in chunk.origins],
                 steps=[step for chunk in chunks for step in chunk.steps],
-                logprobs=[best for one in scored for best in one] if len(scored) == len(chunks) else None,
+                logprobs=[best for logprobs in scored for best in logprobs] if len(scored) == len(chunks) else None,
             )
         )
 

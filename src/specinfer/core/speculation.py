@@ -88,11 +88,11 @@ class SpeculationStats:
 
 
 def _summed(*histograms: dict[int, int]) -> dict[int, int]:
-    found: dict[int, int] = {}
+    total: dict[int, int] = {}
     for histogram in histograms:
         for accepted, steps in histogram.items():
-            found[accepted] = found.get(accepted, 0) + steps
-    return found
+            total[accepted] = total.get(accepted, 0) + steps
+    return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,11 +120,11 @@ class StructuredOutputsParams:
     @property
     def fields(self) -> dict[str, str]:
         """Fields of the constraints by their names in the grammar; that of the grammar itself has the name ""."""
-        found = {"": self.field}
+        fields = {"": self.field}
         for name, each in (self.schemas or {}).items():
             assert isinstance(each, StructuredOutputsParams)
-            found |= {**each.fields, name: each.field, "": self.field}
-        return found
+            fields |= {**each.fields, name: each.field, "": self.field}
+        return fields
 
     def _constraint(
         self, name: str, given: "str | Mapping[str, Any] | StructuredOutputsParams"
@@ -139,13 +139,13 @@ class StructuredOutputsParams:
         Raises:
             ValueError: Two different ones have the same name.
         """
-        found: dict[str, tuple[str, str]] = {}
+        constraints: dict[str, tuple[str, str]] = {}
         for name, each in (self.schemas or {}).items():
             assert isinstance(each, StructuredOutputsParams)
             for key, value in ((name, (each._own_kind, each._own_text)), *each._named().items()):
-                if found.setdefault(key, value) != value:
+                if constraints.setdefault(key, value) != value:
                     raise ValueError(f"structured_outputs: schemas has two constraints of the name {key!r:.60}")
-        return found
+        return constraints
 
 
 def _schema_text(schema: object) -> str:

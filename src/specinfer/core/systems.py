@@ -33,10 +33,10 @@ def call_c(name: str, *arguments: int) -> None:
 @cache
 def _c_function(name: str) -> Callable[..., object] | None:
     try:
-        found: Callable[..., object] = getattr(ctypes.CDLL(None), name)
+        function: Callable[..., object] = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):  # TypeError: Windows
         return None
-    return found
+    return function
 
 
 def child_environment() -> dict[str, str]:
@@ -121,8 +121,8 @@ def _granted() -> Iterator[float]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = _GROUPS / "cpu" if controllers else _GROUPS
-        own = root / path.rstrip(":").lstrip("/")
-        for folder in (own, *own.parents):
+        group = root / path.rstrip(":").lstrip("/")
+        for folder in (group, *group.parents):
             if folder.is_relative_to(root):
                 with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # unreadable, or no limit
                     yield _limit(folder)
@@ -152,12 +152,12 @@ def load_openmp() -> None:
     By default they spin for 3 ms, and keep native threads from their cores meanwhile. Nothing happens if PyTorch is
     loaded already, or the environment sets how long they spin.
     """
-    found = importlib.util.find_spec("torch")
-    if "torch" in sys.modules or found is None or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+    torch = importlib.util.find_spec("torch")
+    if "torch" in sys.modules or torch is None or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         return
     os.environ["GOMP_SPINCOUNT"] = "10000"  # read once, when the library is loaded
     try:
-        for folder in map(Path, found.submodule_search_locations or ()):
+        for folder in map(Path, torch.submodule_search_locations or ()):
             for library in (*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")):
                 with contextlib.suppress(OSError):
                     ctypes.CDLL(str(library))

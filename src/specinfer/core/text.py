@@ -48,9 +48,9 @@ class TextBuffer:
         before = len(self.text)
         self._add(token)
         before = self._find_answer(before)
-        found = self._cut_at_stop(before, self._answer) if may_stop and self._answer is not None else None
+        stop = self._cut_at_stop(before, self._answer) if may_stop and self._answer is not None else None
         self.ends.append(len(self.text))
-        return found
+        return stop
 
     def _add(self, token: int) -> None:
         self._tokens.append(token)
@@ -96,14 +96,14 @@ class TextBuffer:
 
     def _cut_at_stop(self, before: int, first: int) -> str | None:
         """Cut the text at the earliest stop string from `first` on that ends in the text added since `before`."""
-        found: tuple[int, str] | None = None
+        earliest: tuple[int, str] | None = None
         for stop in self._stop:
             at = self.text.find(stop, max(first, before - len(stop) + 1))
-            if at >= 0 and (found is None or at < found[0]):
-                found = (at, stop)
-        if found is None:
+            if at >= 0 and (earliest is None or at < earliest[0]):
+                earliest = (at, stop)
+        if earliest is None:
             return None
-        at, stop = found
+        at, stop = earliest
         self.text = self.text[: at + len(stop) if self._include_stop else at]
         return stop
 

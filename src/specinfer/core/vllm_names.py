@@ -215,6 +215,6 @@ def _drafters(method: object, model: object, revision: object) -> list[str] | No
 def _choose_sizes(chosen: dict[str, Any]) -> None:
     """Let one n-gram size stand for both limits if only it is given, as in vLLM."""
     least, most = "prompt_lookup_min", "prompt_lookup_max"
-    for name, other in ((least, most), (most, least)):
+    for name, same in ((least, most), (most, least)):
         if name in chosen:
-            chosen.setdefault(other, chosen[name])
+            chosen.setdefault(same, chosen[name])

@@ -42,11 +42,11 @@ def _is_skipped(name: str) -> bool:
 
 def _files() -> list[tuple[str, Path]]:
     """Return all (relative posix path, file) pairs in the order of the relative path."""
-    root, found = stdlib_folder(), []
+    root, files = stdlib_folder(), []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not _is_skipped(name)]  # site-packages may hold very many files
-        found += [Path(folder, name) for name in names if name.endswith(".py") and not _is_skipped(name)]
-    return sorted((path.relative_to(root).as_posix(), path) for path in found)
+        files += [Path(folder, name) for name in names if name.endswith(".py") and not _is_skipped(name)]
+    return sorted((path.relative_to(root).as_posix(), path) for path in files)
 
 
 def training_files() -> list[Path]:
@@ -71,7 +71,8 @@ def heldout_prompts(count: int, *, num_chars: int = 600) -> list[str]:
     the indentation after it.
     """
     every = [read_text(path) for path in heldout_files()]
-    texts = next((found for times in (4, 2) if (found := [one for one in every if len(one) >= times * num_chars])), [])
+    long_texts = ([text for text in every if len(text) >= times * num_chars] for times in (4, 2))
+    texts = next(filter(None, long_texts), [])
     prompts: dict[str, None] = {}  # an ordered set
     for turn in range(20 * count):
         if len(prompts) == count or not texts:

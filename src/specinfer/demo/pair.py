@@ -122,9 +122,9 @@ def demo_folders() -> DemoPair:
     names = ("target", "drafter", *(f"drafter-{number}" for number in OTHERS))
     sums = {name: verify(PACKED / name) for name in names}
     root = f"demo-{digest_of(sums)}"
-    found = {name: unpacked(PACKED / name, f"{root}/{name}", sums[name]) for name in names}
-    others = {f"demo-{number}": found[f"drafter-{number}"] for number in OTHERS}
-    return DemoPair(target=found["target"], drafter=found["drafter"], others=others)
+    folders = {name: unpacked(PACKED / name, f"{root}/{name}", sums[name]) for name in names}
+    others = {f"demo-{number}": folders[f"drafter-{number}"] for number in OTHERS}
+    return DemoPair(target=folders["target"], drafter=folders["drafter"], others=others)
 
 
 def head_folder(name: str) -> Path:

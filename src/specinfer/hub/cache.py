@@ -58,11 +58,11 @@ def _compare(files: Iterable[Path], is_known: Callable[[Path, State], bool]) -> 
         content = file.resolve()
         if _CHECKSUM.fullmatch(content.name) is None or not content.is_file():
             continue
-        found = content.stat()
-        state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+        status = content.stat()
+        state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         if is_known(content, state):
             continue
-        if _digest(content, found.st_size) == content.name:
+        if _digest(content, status.st_size) == content.name:
             agreed[str(content)] = state
         else:
             damaged.append(file.name)
@@ -128,11 +128,11 @@ def only_commit(name: str, revision: str | None) -> Path | None:
 
     A cache that was copied, or filled by commit, does not know which commit is that of the main branch.
     """
-    found = commits(name) if revision in (None, "main") else []
-    if len(found) != 1:
+    folders = commits(name) if revision in (None, "main") else []
+    if len(folders) != 1:
         return None
-    logger.warning("%s is taken from commit %s, the only one in the cache", name, found[0].name)
-    return found[0]
+    logger.warning("%s is taken from commit %s, the only one in the cache", name, folders[0].name)
+    return folders[0]
 
 
 def missing_weights(folder: Path) -> list[str]:

@@ -31,9 +31,9 @@ _TEXT = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 def needed_files(names: Iterable[str]) -> list[str]:
     """Return those files of a model that are downloaded and read."""
-    found = [name for name in names if _is_needed(Path(name))]
-    others = [name for name in found if not Path(name).match(NOT_NEEDED[1])]
-    return others if any(name.endswith(".safetensors") for name in others) else found
+    needed = [name for name in names if _is_needed(Path(name))]
+    others = [name for name in needed if not Path(name).match(NOT_NEEDED[1])]
+    return others if any(name.endswith(".safetensors") for name in others) else needed
 
 
 def _is_needed(path: Path) -> bool:
@@ -107,16 +107,16 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
         config: Content of config.json, or None without one.
         adapter: Content of adapter_config.json, or None without one.
     """
-    found = list(names)
+    files = list(names)
     if adapter is not None and config is None:
         base = adapter.get("base_model_name_or_path") or "its base model"
         return f"it is an adapter (LoRA) of {base}; merge both with peft's merge_and_unload, and name the merged folder"
     if config is None:
-        if file := choose_gguf(found, None):
+        if file := choose_gguf(files, None):
             return f"it has no config.json, but GGUF files; name one of them, such as {file}"
-        if "config.json" in found:
+        if "config.json" in files:
             return "config.json is damaged; fetch the model again"
-        return _unfinished(found) or "it has no config.json; it is not a Hugging Face model folder"
+        return _unfinished(files) or "it has no config.json; it is not a Hugging Face model folder"
     settings = quantization_settings(config)
     if settings is not None and settings.get("quant_method") not in READ_METHODS:
         return already_quantized(settings)
@@ -124,24 +124,24 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
     if (head := head_format(config)) is not None:
         if head not in SUPPORTED_HEADS:
             return f"it is a drafter that reads hidden states of its target ({head}); these are not supported yet"
-        has_weights = any(name.endswith(".safetensors") or name == PICKLE for name in found)
+        has_weights = any(name.endswith(".safetensors") or name == PICKLE for name in files)
         return None if has_weights else f"it has neither model.safetensors nor {PICKLE}"
     if config.get("is_encoder_decoder") or (architectures and not any(map(_generates, architectures))):
         return f"it is not a decoder that generates text ({', '.join(architectures) or config.get('model_type')})"
-    if may_be_eagle(config) and PICKLE in found:
+    if may_be_eagle(config) and PICKLE in files:
         return None
-    if not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in found):
-        if (unfinished := _unfinished(found)) is not None:
+    if not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in files):
+        if (unfinished := _unfinished(files)) is not None:
             return unfinished
-        others = sorted(name for name in found if name.endswith((".bin", ".pt")))
+        others = sorted(name for name in files if name.endswith((".bin", ".pt")))
         why = f"only {', '.join(others)}, which can run code when read" if others else "no weights"
         return f"it has {why}; convert or fetch the model as safetensors"
     return None
 
 
 def _unfinished(names: Iterable[str]) -> str | None:
-    found = next((name for name in sorted(names) if name.endswith(_PARTIAL)), None)
-    return None if found is None else f"{found} is an unfinished download; finish it, or fetch the model again"
+    file = next((name for name in sorted(names) if name.endswith(_PARTIAL)), None)
+    return None if file is None else f"{file} is an unfinished download; finish it, or fetch the model again"
 
 
 def head_format(config: Mapping[str, Any]) -> str | None:

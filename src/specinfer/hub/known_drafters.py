@@ -54,15 +54,15 @@ class KnownDrafter:
 def known_drafters(model: str | Path) -> list[KnownDrafter]:
     """Return the drafters of a target, the smallest model first; the target may be a name, a folder or a file."""
     wanted = _key(model)
-    found = []
+    all_drafters = []
     for family in _table()["families"]:
         size = next((size for name, size in family.items() if _key(name) == wanted), 0.0)
-        small = sorted((other, name) for name, other in family.items() if other <= size * LARGEST_SHARE)
-        found += [KnownDrafter(name, SMALL_MODEL, other) for other, name in small]
+        small = sorted((parameters, name) for name, parameters in family.items() if parameters <= size * LARGEST_SHARE)
+        all_drafters += [KnownDrafter(name, SMALL_MODEL, parameters) for parameters, name in small]
     for target, drafters in _table()["feature_drafters"].items():
         if _key(target) == wanted:
-            found += [KnownDrafter(name, kind) for name, kind in drafters.items()]
-    return found
+            all_drafters += [KnownDrafter(name, kind) for name, kind in drafters.items()]
+    return all_drafters
 
 
 def known_names() -> list[str]:
@@ -73,17 +73,17 @@ def known_names() -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def same_model(one: str | Path, other: str | Path) -> bool:
+def same_model(first: str | Path, second: str | Path) -> bool:
     """Return whether two names, folders or files stand for one model, perhaps quantized."""
-    return bool(_key(one)) and _key(one) == _key(other)
+    return bool(_key(first)) and _key(first) == _key(second)
 
 
 def near_names(name: str, others: Iterable[str]) -> list[str]:
     """Return the names of models and drafters that a misspelt name may stand for, at most three, the nearest first."""
     by_key: dict[str, str] = {}
-    for other in (*others, *reserved_names(), *known_names()):
-        for key in (other.lower(), other.lower().rpartition("/")[2]):
-            by_key.setdefault(key, other)
+    for known in (*others, *reserved_names(), *known_names()):
+        for key in (known.lower(), known.lower().rpartition("/")[2]):
+            by_key.setdefault(key, known)
     asked = name.lower().partition(":")[0]
     near = [key for text in (asked, asked.rpartition("/")[2])
             for key in difflib.get_close_matches(text, by_key, n=3, cutoff=0.75)]  # fmt: skip
@@ -163,8 +163,9 @@ def _choose(
         return DrafterChoice((MTP, LOOKUP_WITH_MODEL), "its checkpoint has MTP layers")
     if (partner := _partner(model, heads)) is not None:
         return DrafterChoice((str(partner), LOOKUP_WITH_MODEL), f"{partner.name} is in a folder next to it")
-    known = [one for one in known_drafters(model) if not one.is_head or (one.kind in heads and one.kind != "MTP")]
-    names = [one.name for one in sorted(known, key=lambda one: not one.is_head)]
+    kinds = {*heads, SMALL_MODEL} - {"MTP"}
+    known = [drafter for drafter in known_drafters(model) if drafter.kind in kinds]
+    names = [drafter.name for drafter in sorted(known, key=lambda drafter: not drafter.is_head)]
     if not names:
         return DrafterChoice((LOOKUP,), "no head or small model is known for it")
     from specinfer.hub.cache import find_cached
@@ -176,7 +177,7 @@ def _choose(
     if not is_on_hub(model):
         return DrafterChoice((LOOKUP,), f"{names[0]} could draft, but is not in the cache")
     reasons = []
-    for name in dict.fromkeys((names[0], next((one.name for one in known if not one.is_head), names[0]))):
+    for name in dict.fromkeys((names[0], next((drafter.name for drafter in known if not drafter.is_head), names[0]))):
         try:
             download(name, progress=progress)
         except ModelError as error:
@@ -200,28 +201,29 @@ def _partner(model: str | Path, kinds: Collection[str]) -> Path | None:
         if (config := read_object(folder / "config.json")) is None:
             continue
         if (kind := head_format(config)) is not None:
-            found, drafts = heads, kind in kinds and _is_head_of(config, folder, target)
+            group, drafts = heads, kind in kinds and _is_head_of(config, folder, target)
         else:
-            found, drafts = small, _drafts_for(folder, target)
+            group, drafts = small, _drafts_for(folder, target)
         if drafts and folder_refusal(folder) is None:
-            found.append(folder)
+            group.append(folder)
     return next(iter([*sorted(heads), *sorted(small, key=_num_bytes)]), None)
 
 
 def _neighbours(target: Path) -> Iterator[Path]:
     target = target.resolve()
     try:
-        found = sorted(itertools.islice(target.parent.iterdir(), _MOST_FOLDERS))
+        paths = sorted(itertools.islice(target.parent.iterdir(), _MOST_FOLDERS))
     except OSError:
         return
-    yield from (path for path in found if path.is_dir() and path != target)
+    yield from (path for path in paths if path.is_dir() and path != target)
 
 
 def _is_head_of(config: dict[str, object], folder: Path, target: Path) -> bool:
     """Return whether a head was made for this target, by its own words or by the table of known models."""
     name = stated_target(config)
-    known = (one.name for one in known_drafters(target) if one.is_head)
-    return (name is not None and same_model(name, target)) or any(same_model(one, folder) for one in known)
+    if name is not None and same_model(name, target):
+        return True
+    return any(drafter.is_head and same_model(drafter.name, folder) for drafter in known_drafters(target))
 
 
 def _drafts_for(folder: Path, target: Path) -> bool:

@@ -67,16 +67,18 @@ def cached_models(*, verify: bool = False) -> list[CachedModel]:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
-    found = []
-    for repository in sorted(repositories, key=lambda one: one.repo_id.lower()):
+    models = []
+    for repository in sorted(repositories, key=lambda each: each.repo_id.lower()):
         if repository.repo_type == "model" and repository.revisions:
-            newest = max(repository.revisions, key=lambda one: one.last_modified)
-            one = _describe(repository.repo_id, newest.snapshot_path, repository.size_on_disk, repository.last_modified)
+            newest = max(repository.revisions, key=lambda each: each.last_modified)
+            model = _describe(
+                repository.repo_id, newest.snapshot_path, repository.size_on_disk, repository.last_modified
+            )
             folders = [revision.snapshot_path for revision in repository.revisions] if verify else []
             if damaged := sorted({file for folder in folders for file in damaged_files(folder)}):
-                one = replace(one, refusal=f"damaged: {', '.join(damaged)}; remove it, and pull it again")
-            found.append(one)
-    return found
+                model = replace(model, refusal=f"damaged: {', '.join(damaged)}; remove it, and pull it again")
+            models.append(model)
+    return models
 
 
 def _describe(name: str, folder: Path, num_bytes: int, modified: float) -> CachedModel:
@@ -99,13 +101,14 @@ def remove(name: str) -> int:
 
     try:
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
-        found = [one for one in cache.repos if one.repo_type == "model" and one.repo_id.lower() == name.lower()]
+        models = [each for each in cache.repos if each.repo_type == "model"]
+        repositories = [each for each in models if each.repo_id.lower() == name.lower()]
     except CacheNotFound:
-        found = []
-    if not found:
-        names = [one.name for one in cached_models()]
+        repositories = []
+    if not repositories:
+        names = [each.name for each in cached_models()]
         raise ModelError(f"model: {name!r} is not in the cache{did_you_mean(name, names)} (specinfer list shows all)")
-    plan = cache.delete_revisions(*(one.commit_hash for one in found[0].revisions))
+    plan = cache.delete_revisions(*(each.commit_hash for each in repositories[0].revisions))
     plan.execute()
     return int(plan.expected_freed_size)
 
@@ -127,7 +130,7 @@ def download(
 
     with _plain_errors(name, revision):
         model = HfApi().model_info(name, revision=revision, files_metadata=True)
-        sizes = {one.rfilename: one.size or 0 for one in model.siblings or ()}
+        sizes = {sibling.rfilename: sibling.size or 0 for sibling in model.siblings or ()}
         chosen = choose_gguf(sizes, gguf_type)
         has_weights = any(file.endswith(".safetensors") for file in sizes)
         if chosen is None or (gguf_type is None and has_weights):
@@ -185,7 +188,8 @@ def download_tokenizer(name: str, revision: str | None = None) -> Path:
 
     try:
         with _plain_errors(name, revision):
-            patterns, others = [one for one in NEEDED if one != "*.safetensors"], [*NOT_NEEDED, "*.index.json"]
+            patterns = [pattern for pattern in NEEDED if pattern != "*.safetensors"]
+            others = [*NOT_NEEDED, "*.index.json"]
             return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=others))
     except UnreachableError:
         if (folder := only_commit(name, revision)) is None:
@@ -223,7 +227,7 @@ def _plain_errors(name: str, revision: str | None) -> Iterator[None]:
     named = name if revision is None else f"{name}@{revision}"
 
     def near() -> str:
-        return did_you_mean(name, [one.name for one in cached_models()])
+        return did_you_mean(name, [cached.name for cached in cached_models()])
 
     try:
         yield
@@ -263,6 +267,6 @@ def _unreachable(name: str, named: str) -> str:
     if constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE forbids asking the hub; unset it,"
     others = "give a folder or a GGUF file"
-    if found := commits(name):
-        others = "name what the cache has: " + ", ".join(f"{name}@{one.name[:_SHOWN_DIGITS]}" for one in found)
+    if folders := commits(name):
+        others = "name what the cache has: " + ", ".join(f"{name}@{folder.name[:_SHOWN_DIGITS]}" for folder in folders)
     return f"model: {named!r} is not in the cache, and {why} or {others}"

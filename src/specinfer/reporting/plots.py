@@ -121,30 +121,30 @@ class Panel:
         return self.series[place].colour or SERIES_COLOURS[place % len(SERIES_COLOURS)]
 
     def _draw_lines(self, axes: Axes) -> None:
-        for place, one in enumerate(self.series):
-            style: dict[str, Any] = {"color": self._colour(place), "marker": one.marker, "markersize": 4, "capsize": 3}
-            style |= {"linestyle": one.line, "label": one.name}
+        for place, series in enumerate(self.series):
+            style: dict[str, Any] = {"color": self._colour(place), "markersize": 4, "capsize": 3}
+            style |= {"marker": series.marker, "linestyle": series.line, "label": series.name}
             if self.horizontal:
-                axes.errorbar(one.middles, one.places, xerr=one.bars, **style)
+                axes.errorbar(series.middles, series.places, xerr=series.bars, **style)
             else:
-                axes.errorbar(one.places, one.middles, yerr=one.bars, **style)
-            self._annotate(axes, one, one.places, one.middles)
+                axes.errorbar(series.places, series.middles, yerr=series.bars, **style)
+            self._annotate(axes, series, series.places, series.middles)
 
     def _draw_bars(self, axes: Axes) -> None:
         stacked = self.kind == "stacked"
         width = 0.55 if stacked else _THICKNESS / len(self.series)
         heights: dict[float, float] = {}  # of the stack at each place
-        for number, one in enumerate(self.series):
+        for number, series in enumerate(self.series):
             shift = 0.0 if stacked else (number + 0.5) * width - _THICKNESS / 2
-            places = [place + shift for place in one.places]
+            places = [place + shift for place in series.places]
             start = [heights.get(place, 0.0) for place in places]
-            style: dict[str, Any] = {"color": self._colour(number), "label": one.name, "capsize": 3}
+            style: dict[str, Any] = {"color": self._colour(number), "label": series.name, "capsize": 3}
             if self.horizontal:
-                axes.barh(places, one.middles, width, left=start, xerr=one.bars, **style)
+                axes.barh(places, series.middles, width, left=start, xerr=series.bars, **style)
             else:
-                axes.bar(places, one.middles, width, bottom=start, yerr=one.bars, **style)
-            ends = [low + value for low, value in zip(start, one.middles, strict=True)]
-            self._annotate(axes, one, places, ends)
+                axes.bar(places, series.middles, width, bottom=start, yerr=series.bars, **style)
+            ends = [low + value for low, value in zip(start, series.middles, strict=True)]
+            self._annotate(axes, series, places, ends)
             if stacked:
                 heights |= dict(zip(places, ends, strict=True))
 
@@ -156,7 +156,7 @@ class Panel:
 
     def _set_up_places(self, axes: Axes) -> None:
         if self.counts:
-            counts = sorted({place for one in self.series for place in one.places})
+            counts = sorted({place for series in self.series for place in series.places})
             axes.set_xscale("log", base=2)
             axes.set_xticks(counts, [f"{count:g}" for count in counts])
             axes.minorticks_off()
@@ -175,7 +175,7 @@ class Panel:
             (axes.set_xscale if self.horizontal else axes.set_yscale)("log")
         elif self.from_zero:
             low, high = axes.get_xlim() if self.horizontal else axes.get_ylim()
-            margin = 1.15 if any(one.notes for one in self.series) else 1.0
+            margin = 1.15 if any(series.notes for series in self.series) else 1.0
             top = margin * high if self.top is None else self.top
             (axes.set_xlim if self.horizontal else axes.set_ylim)(min(0.0, low) if self.kind == "lines" else 0.0, top)
 

@@ -39,11 +39,12 @@ class Spread:
         return {name: self.median, f"{name}_spread": self.as_dict()}
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common prefix of two outputs."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def partings(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[int]:
     """Return the length of the common prefix of each pair of outputs that differ."""
-    return [first_difference(one, other) for one, other in pairs if one != other]
+    return [first_difference(first, second) for first, second in pairs if first != second]

@@ -114,19 +114,19 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
             for name, path in drafters.items()
             if path is not None and name not in remote
         }
-        loaded = {name: one.loaded for name, one in small.items()}
+        loaded = {name: drafter.loaded for name, drafter in small.items()}
         target = replace(target, taps=taps_of(target, list(loaded.values())))
         graphs = make_graphs(target.device, enforce_eager=args.enforce_eager)
         captured = [] if graphs is None else [target, *loaded.values()]
         sizes = _plan(settings, target, loaded, ranks, captured)
         runner, here = _make_runners(args, sizes, target, loaded, ranks, graphs, progress)
         # First, because captured passes go on storing what they stored when they were captured.
-        _settle_heads([one for one in here.values() if isinstance(one, HeadRunner)], runner, tokenizer)
+        _settle_heads([each for each in here.values() if isinstance(each, HeadRunner)], runner, tokenizer)
         for each in (runner, *here.values()):
             if isinstance(each, ModelRunner):
                 each.prepare(progress)
         kinds = {name: here.get(name) or remote.get(name) or name for name in drafters}
-        vocabularies = {name: one.vocabulary for name, one in small.items()}
+        vocabularies = {name: drafter.vocabulary for name, drafter in small.items()}
         speculator = Speculator(runner, kinds, vocabularies, args.step_log, progress)
         max_guesses = None if runner.capacity is None else runner.capacity.num_guesses
         scheduler = Scheduler(
@@ -191,11 +191,11 @@ def _make_runners(
         # Graphs of its own: the rank's thread runs passes while this one drafts.
         own_graphs = make_graphs(target.device, enforce_eager=args.enforce_eager)
         runner = DistributedRunner(
-            target, ranks=ranks, copies={name: one for name, one in drafters.items() if name in SELF_DRAFTERS},
+            target, ranks=ranks, copies={name: loaded for name, loaded in drafters.items() if name in SELF_DRAFTERS},
             capacity=sizes.capacity, graphs=own_graphs, progress=progress, **options,
         )  # fmt: skip
-    found = {name: _drafter_runner(name, one, runner, args, graphs, options) for name, one in drafters.items()}
-    return runner, found
+    runners = {name: _drafter_runner(name, loaded, runner, args, graphs, options) for name, loaded in drafters.items()}
+    return runner, runners
 
 
 def _make_adapters(args: EngineArgs, runner: TargetRunner, drafters: Mapping[str, ModelRunner]) -> Adapters | None:
@@ -204,8 +204,8 @@ def _make_adapters(args: EngineArgs, runner: TargetRunner, drafters: Mapping[str
         return None
     others = runner.adapters if isinstance(runner, DistributedRunner) else None
     adapters = Adapters(runner.loaded, args.lora_config, str(args.model), others)
-    copies = [one for one in drafters.values() if isinstance(one, SelfRunner) and one.takes_adapters]
-    for padded in (one.padded for one in (runner, *copies) if isinstance(one, ModelRunner)):
+    copies = [each for each in drafters.values() if isinstance(each, SelfRunner) and each.takes_adapters]
+    for padded in (each.padded for each in (runner, *copies) if isinstance(each, ModelRunner)):
         if padded is not None:
             padded.adapter_slots = adapters.slots
     return adapters
@@ -242,12 +242,12 @@ def _settle_heads(heads: Sequence[HeadRunner], target: TargetRunner, tokenizer: 
     for head in heads:
         choose_dialect(head, tokenizer)
     if heads:
-        target.keep_taps({layer for one in heads for layer in one.head.reads})
+        target.keep_taps({layer for each in heads for layer in each.head.reads})
 
 
 def _remote_models(ranks: Ranks, placement: DrafterPlacement) -> dict[str, RemoteModel]:
-    links = {one.rank: RankLink(ranks, one.rank) for one in placement.placed}
-    return {one.name: RemoteModel(links[one.rank], i) for i, one in enumerate(placement.placed)}
+    links = {placed.rank: RankLink(ranks, placed.rank) for placed in placement.placed}
+    return {placed.name: RemoteModel(links[placed.rank], i) for i, placed in enumerate(placement.placed)}
 
 
 def _plan(
@@ -266,7 +266,7 @@ def _plan(
     budget = None if target.stream is None else Budget(offload.budget_bytes, target.device)
     max_bytes = None if budget is None else budget.cache_bytes
     sharing = 1 if ranks is None else num_sharing(target.device, ranks.place)
-    reserved = sum(captured_bytes(one, limits.max_num_seqs) for one in captured)
+    reserved = sum(captured_bytes(model, limits.max_num_seqs) for model in captured)
     max_model_len, num_slots = plan_capacity(
         limits,
         target,

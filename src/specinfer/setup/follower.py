@@ -51,7 +51,7 @@ def _companions(place: Place, job: Any) -> Iterator[None]:
         places = [
             replace(place, rank=place.rank + i, local_rank=i, num_started=0) for i in range(1, place.num_started + 1)
         ]
-        children = Processes(MODULE, [job(one) for one in places], place.local_size)
+        children = Processes(MODULE, [job(each) for each in places], place.local_size)
         done.wait()  # the processes live as long as this thread
         children.kill()
 

@@ -182,17 +182,17 @@ class _Preparation:
     def _target(self, reference: str) -> dict[str, Any] | bool | None:
         """Return the schema that a reference names, or None."""
         base, _, fragment = reference.partition("#")
-        found: Any = self._named.get(base) if base else self._root
+        node: Any = self._named.get(base) if base else self._root
         if fragment and not fragment.startswith("/"):
-            found = self._named.get(f"#{fragment}")
+            node = self._named.get(f"#{fragment}")
         for step in fragment.split("/")[1:] if fragment != "/" else ():
             step = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list):
-                found = found[int(step)] if step.isdecimal() and len(step) < 6 and int(step) < len(found) else None
+            if isinstance(node, list):
+                node = node[int(step)] if step.isdecimal() and len(step) < 6 and int(step) < len(node) else None
             else:
-                found = found.get(step) if isinstance(found, dict) else None
-        found = self._named.get(reference) if found is None else found
-        return found if isinstance(found, (dict, bool)) else None
+                node = node.get(step) if isinstance(node, dict) else None
+        node = self._named.get(reference) if node is None else node
+        return node if isinstance(node, (dict, bool)) else None
 
     def _definition(self, target: dict[str, Any] | bool, reference: str, is_part: bool) -> str:
         """Return the name of a definition, which is prepared later."""

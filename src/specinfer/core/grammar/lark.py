@@ -33,7 +33,8 @@ def _plain_piece(piece: re.Match[str]) -> str:
         return ""
     if piece["single"] is None:
         return piece[0]
-    return '"' + re.sub(r"""\\'|"|(\\.)""", lambda one: one[1] or {'"': '\\"'}.get(one[0], "'"), piece["single"]) + '"'
+    text = re.sub(r"""\\'|"|(\\.)""", lambda match: match[1] or {'"': '\\"'}.get(match[0], "'"), piece["single"])
+    return f'"{text}"'
 
 
 MAX_CHARACTERS = {"json": 100_000, "regex": 100_000, "choice": 100_000, "grammar": 20_000, "grammars": 400_000}
@@ -69,11 +70,11 @@ def refusal(lark: str, end_token: int) -> str | None:
 
 def _inline_schemas(lark: str) -> list[Any]:
     """Return the JSON schemas in a Lark grammar. Those that cannot be parsed are left to its parser."""
-    found = []
+    schemas = []
     for place in re.finditer(r"%json\s*", lark):
         with suppress(ValueError):
-            found.append(json.JSONDecoder().raw_decode(lark, place.end())[0])
-    return found
+            schemas.append(json.JSONDecoder().raw_decode(lark, place.end())[0])
+    return schemas
 
 
 def _refused_tokens(text: str, end_token: int) -> str | None:

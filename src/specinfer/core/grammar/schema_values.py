@@ -19,12 +19,12 @@ def bound_digits(made: dict[str, Any]) -> None:
     if made.get("type") == "integer" or "multipleOf" in made:
         return
     for key, (bound, sign) in EXCLUSIVE.items():
-        limit, other = made.pop(key, False), made.get(bound)
+        limit, inclusive = made.pop(key, False), made.get(bound)
         if limit is True:  # as in draft 4, where it is about the other limit
-            limit, other = other if other is not None else False, None
+            limit, inclusive = inclusive if inclusive is not None else False, None
         if limit is not False:
             nearest = limit + sign * max(abs(limit) * _PART, _STEP)
-            made[bound] = nearest if other is None else sign * max(sign * nearest, sign * other)
+            made[bound] = nearest if inclusive is None else sign * max(sign * nearest, sign * inclusive)
     types = as_list(made.get("type"))
     has_negative, has_zero = made.get("minimum", -1) < 0, made.get("maximum", 0) >= 0
     if "number" in types and has_negative and has_zero and not made.keys().isdisjoint(("minimum", "maximum")):

@@ -155,16 +155,16 @@ class Grammar:
         if path and path[-1] in self._eos_token_ids:
             self._ends.add(path)
             return
-        found = self._compute(path)
-        if found is None:
+        legal = self._compute(path)
+        if legal is None:
             self._bits[path] = self._none
             return
         if self._digit_limit is not None:
-            found = self._digit_limit.limited(found, chain(reversed(path), reversed(self._said)))
-        is_complete = has_bit(found, self._end_bit)
+            legal = self._digit_limit.limited(legal, chain(reversed(path), reversed(self._said)))
+        is_complete = has_bit(legal, self._end_bit)
         bits = self._none.copy()
-        count = min(len(bits), len(found))
-        bits[:count] = found[:count]
+        count = min(len(bits), len(legal))
+        bits[:count] = legal[:count]
         if self._end_bit < self._vocab_size:
             set_bit(bits, self._end_bit, is_set=False)
         for token in self._eos_token_ids:
