@@ -1,10 +1,9 @@
 """`specinfer tune`: training of drafters for a target, or of a speculation policy."""
 
-import dataclasses
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,83 +22,12 @@ from specinfer.learning.tune.options import DEMO_DATA, TuneConfig
 from specinfer.reporting.files import check_files, naming, write_json
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions:
-    """Options of `specinfer tune`; those that a `TuneConfig` has too have its defaults."""
-
-    drafter: Annotated[
-        list[str] | None,
-        flag(
-            "Drafters",
-            "Initial weights of a drafter: a folder, a Hugging Face model ID, demo, layers:N (N layers of the target), "
-            "new:N or new:NxHIDDEN (random), new:hybrid or new:hybrid:LAYERSxWIDTH (random, mostly recurrences), "
-            "new:eagle3, new:dspark or new:dspark:LAYERSxWIDTH (a head on hidden states). May be "
-            "repeated; each drafter learns what the earlier ones do not predict.",
-            metavar="START",
-        ),
-    ] = None
-    data: Annotated[
-        list[str] | None,
-        flag(
-            "Data",
-            "Text files, JSON lines of prompts or chats, server traces, or folders of these; demo is the training data "
-            "of the embedded models. May be repeated.",
-            metavar="FILE",
-        ),
-    ] = None
-    held_out: Annotated[
-        list[str] | None,
-        flag("Data", "Evaluation data, in the same formats. (default: a tenth of --data)", metavar="FILE"),
-    ] = None
-    out: Annotated[str | None, flag("Output", "Output folder; an existing run is resumed.", metavar="FOLDER")] = None
-    beside: Annotated[
-        list[str] | None,
-        flag("Drafters", "Drafter that is not trained; the others learn what it does not predict.", metavar="NAME"),
-    ] = None
-    boosting: Annotated[
-        str,
-        flag(
-            "Drafters",
-            "What later drafters learn: tokens or prompts (as in the paper) that earlier ones miss, or none.",
-        ),
-    ] = "tokens"
-    control: Annotated[
-        bool, flag("Drafters", "Also train the same drafters independently, for comparison.", "--control")
-    ] = False
-    num_prompts: Annotated[int, flag("Data", "Number of prompts that the target completes.")] = 2048
-    num_held_out: Annotated[int, flag("Data", "Number of prompts for evaluation.")] = 128
-    prompt_tokens: Annotated[int, flag("Data", "Length of prompts cut from plain text, in tokens.")] = 64
-    max_tokens: Annotated[int, flag("Data", "Maximum number of tokens to generate for each prompt.")] = 192
-    num_texts: Annotated[int, flag("Data", "Number of passages of plain text to train on in addition.")] = 4096
-    temperature: Annotated[
-        list[float] | None,
-        flag("Data", "Temperature of the completions, for each prompt in turn. May be repeated. (default: 0 and 1)"),
-    ] = None
-    epochs: Annotated[float, flag("Training", "Number of passes over the training examples.")] = 2.5
-    batch_tokens: Annotated[int, flag("Training", "Number of tokens in an optimizer step.")] = 4096
-    learning_rate: Annotated[
-        float | None, flag("Training", "Peak learning rate. (default: by the size of the drafter)")
-    ] = None
-    token_map: Annotated[
-        int | None,
-        flag(
-            "Drafters",
-            "Restrict the output head to the N most frequent tokens (FR-Spec).",
-            "--token-map",
-            metavar="N",
-        ),
-    ] = None
-    freeze_embeddings: Annotated[
-        bool, flag("Training", "Do not train the embeddings, nor an output head tied to them.", "--freeze-embeddings")
-    ] = False
-    depth: Annotated[int, flag("Training", "Depth of the chains that the drafters should predict together.")] = 8
-    top: Annotated[int, flag("Data", "Number of most probable tokens stored of each distribution of the target.")] = 32
-    seed: Annotated[int, flag("Training", "Random seed of the order of the data and of sampled text.")] = 0
-    dtype: Annotated[str, flag("Training", "Data type of the target: auto, float32, bfloat16 or float16.")] = "auto"
-    device: Annotated[str, flag("Training", "Device: auto, cpu, cuda, ...")] = "auto"
-    mixed_precision: Annotated[str, flag("Training", "Mixed precision: auto, no or bf16.")] = "auto"
-    save_every: Annotated[float, flag("Training", "Time between checkpoints, in seconds.")] = 30.0
-    tensorboard: Annotated[bool, flag("Output", "Log curves to FOLDER/tensorboard.")] = True
+def tune(
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A folder, a GGUF file, a Hugging Face model ID or demo.")
+    ],
+    options: TuneConfig,
+    *,
     policy: Annotated[
         str | None,
         flag(
@@ -109,23 +37,16 @@ class TuneOptions:
             "--policy",
             metavar="FILE",
         ),
-    ] = None
+    ] = None,
     step_log: Annotated[
         list[str] | None,
         flag(
             "Speculation policy", "Train the policy from a log of serve --step-log instead of --data.", metavar="FILE"
         ),
-    ] = None
-    as_json: JSON = None
-    plot: PLOT = None
-    debug: DEBUG = False
-
-
-def tune(
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="A folder, a GGUF file, a Hugging Face model ID or demo.")
-    ],
-    options: TuneOptions,
+    ] = None,
+    as_json: JSON = None,
+    plot: PLOT = None,
+    debug: DEBUG = False,
 ) -> None:
     """Train drafters for a target, one after the other, so that together they predict its output.
 
@@ -133,64 +54,55 @@ def tune(
     ordinary Hugging Face folder. A run that was interrupted, even by kill -9, resumes when it is
     started again with the same options.
     """
-    quiet_libraries(debug=options.debug)
+    quiet_libraries(debug=debug)
     with checking():
         needs_tuning()
-    if options.policy is None:
-        _tune_drafters(target, options, Screen())
+        options = replace(options, target=target, json=as_json, plot=plot)
+        if policy is None and step_log:
+            raise ValueError("step_log: a speculation policy is trained from it; name its file with --policy")
+    if policy is None:
+        _tune_drafters(options, Screen())
     else:
-        _train_policy(target, options, options.policy, Screen())
+        _train_policy(options, step_log or [], policy, Screen())
 
 
-def _train_policy(target: str, options: TuneOptions, out: str, screen: Screen) -> None:
+def _train_policy(options: TuneConfig, step_log: Sequence[str], out: str, screen: Screen) -> None:
     with checking():
         if unused := [name for name in ("held_out", "beside", "out", "plot") if getattr(options, name)]:
             raise ValueError(f"{', '.join(unused)}: not used with --policy; leave it out")
-        check_files(options.as_json, None)
+        check_files(options.json, None)
         try:
             config = PolicyConfig(
-                target=target, drafters=tuple(options.drafter or ()) or "auto", data=tuple(options.data or ()),
-                logs=tuple(options.step_log or ()), out=out, temperatures=tuple(options.temperature or (0.0, 1.0)),
-                dtype=options.dtype, device=options.device, seed=options.seed,
+                target=options.target, drafters=options.drafters or "auto", data=options.data, logs=tuple(step_log),
+                out=out, temperatures=options.temperatures, dtype=options.dtype, device=options.device,
+                seed=options.seed,
             )  # fmt: skip
         except ValueError as error:
             raise ValueError(re.sub("^out:", "policy:", str(error))) from error
         check_sources("data", config.data)
         check_sources("step_log", config.logs)
-        check_models(target, options.drafter or ())
+        check_models(config.target, options.drafters)
         from specinfer.learning.policy.report import print_policy
         from specinfer.learning.policy.training import train_policy
 
         with StageProgress(screen.err) as progress:
             report = train_policy(config, progress)
         print_policy(report, screen.out)
-        if options.as_json is not None:
-            with naming("json", options.as_json):
-                write_json(options.as_json, report.as_dict())
+        if options.json is not None:
+            with naming("json", options.json):
+                write_json(options.json, report.as_dict())
 
 
-def _tune_drafters(target: str, options: TuneOptions, screen: Screen) -> None:
+def _tune_drafters(config: TuneConfig, screen: Screen) -> None:
     with checking():
-        if options.step_log:
-            raise ValueError("step_log: a speculation policy is trained from it; name its file with --policy")
-        if options.out is None:
-            raise ValueError("out: name a folder with --out; drafters, examples and checkpoints go there")
-        check_files(options.as_json, options.plot)
+        config.check_complete()
+        check_files(config.json, config.plot)
         # Each process times kernels and takes the fastest; another kernel may round sums differently in the last bit.
         os.environ.setdefault("SPECINFER_NATIVE", "always")
-        values: dict[str, Any] = {
-            each.name: getattr(options, each.name, None) for each in dataclasses.fields(TuneConfig)
-        }
-        lists = {
-            "drafters": options.drafter, "data": options.data, "held_out": options.held_out, "beside": options.beside,
-            "temperatures": options.temperature or (0.0, 1.0),
-        }  # fmt: skip
-        values |= {name: tuple(value or ()) for name, value in lists.items()} | {"json": options.as_json}
-        config = TuneConfig(**values | {"target": target})
         if config.data != (DEMO_DATA,):
             check_sources("data", config.data)
             check_sources("held_out", config.held_out)
-        check_models(target, ())
+        check_models(config.target, ())
         from specinfer.learning.examples import DamagedError
         from specinfer.learning.loop import TrainingError
         from specinfer.learning.tune.report import measure
@@ -208,13 +120,13 @@ def _tune_drafters(target: str, options: TuneOptions, screen: Screen) -> None:
             raise UsageError(str(error)) from error
     print_report(report, screen.out)
     with checking():
-        for name, file in (("out", run.folder / "report.json"), ("json", options.as_json)):
+        for name, file in (("out", run.folder / "report.json"), ("json", config.json)):
             if file is not None:
                 with naming(name, file):
                     write_json(file, report.as_dict())
-        if options.plot is not None:
-            with naming("plot", options.plot):
-                plot_report(report, options.plot)
+        if config.plot is not None:
+            with naming("plot", config.plot):
+                plot_report(report, config.plot)
 
 
 def needs_tuning() -> None:

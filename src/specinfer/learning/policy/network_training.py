@@ -140,11 +140,13 @@ class NetworkQuality:
     """The quality of a network on steps that it was not trained on.
 
     Attributes:
+        name: Its architecture, and the features that it does not see.
         error: The mean absolute error of expected tokens, over steps and configurations.
         rate: The tokens per second that its choices would yield, one request at a time.
         num_weights: The number of its weights.
     """
 
+    name: str
     error: float
     rate: float
     num_weights: int
@@ -156,7 +158,8 @@ def evaluate_network(network: PolicyNetwork, sample: LoggedSteps, costs: CostMod
     chosen = rates_alone(expected, costs).argmax(axis=1)
     error = np.abs(expected.tokens - 1.0 - sample.outcomes.accepted)[sample.outcomes.known].mean()
     num_weights = sum(weight.size + bias.size for weight, bias in network.layers)
-    return NetworkQuality(float(error), rate_of(sample, chosen, costs), num_weights)
+    name = str(network.about.get("architecture", ""))
+    return NetworkQuality(name, float(error), rate_of(sample, chosen, costs), num_weights)
 
 
 def rate_of(sample: LoggedSteps, chosen: npt.NDArray[np.int64], costs: CostModel) -> float:

@@ -10,17 +10,6 @@ from specinfer.reporting.tables import new_table, print_table
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the comparison."""
-
-    name: str
-    quality: NetworkQuality
-
-    def as_dict(self) -> dict[str, object]:
-        return {"name": self.name, **asdict(self.quality)}
-
-
-@dataclass(frozen=True, slots=True)
 class PolicyReport:
     """The results of the training.
 
@@ -33,8 +22,8 @@ class PolicyReport:
         num_held_out: The number of steps evaluated on.
     """
 
-    architectures: tuple[Row, ...]
-    left_out: tuple[Row, ...]
+    architectures: tuple[NetworkQuality, ...]
+    left_out: tuple[NetworkQuality, ...]
     fixed: Mapping[str, float]
     chosen: str
     num_steps: int
@@ -48,30 +37,21 @@ class PolicyReport:
 
     def as_dict(self) -> dict[str, object]:
         """Return a dictionary that is ready for JSON."""
-        return {
-            "architectures": [row.as_dict() for row in self.architectures],
-            "left_out": [row.as_dict() for row in self.left_out],
-            "fixed": dict(self.fixed),
-            "chosen": self.chosen,
-            "num_steps": self.num_steps,
-            "num_held_out": self.num_held_out,
-            "out": self.out,
-        }
+        return asdict(self)
 
 
 def print_policy(report: PolicyReport, console: Console) -> None:
     """Print the predictors, the effect of each group of features, and the best single configuration."""
     name, rate = report.best_fixed
     table = new_table("network", "weights", "error", "tokens/s", "over best single")
-    for row in (*report.architectures, *report.left_out):
-        quality = row.quality
+    for quality in (*report.architectures, *report.left_out):
         table.add_row(
-            f"[bold]{row.name}[/bold]" if row.name == report.chosen else row.name,
+            f"[bold]{quality.name}[/bold]" if quality.name == report.chosen else quality.name,
             f"{quality.num_weights}",
             f"{quality.error:.3f}",
             f"{quality.rate:.1f}",
             f"{quality.rate / rate:.3f}",
-            end_section=row is report.architectures[-1],
+            end_section=quality is report.architectures[-1],
         )
     heading = f"Networks trained on {report.num_steps} steps and evaluated on {report.num_held_out}"
     print_table(console, heading, table)

@@ -9,9 +9,15 @@ from pathlib import Path
 
 from specinfer.core.files import write_atomically
 from specinfer.core.tree_shape import MAX_TREE_NODES
-from specinfer.learning.policy.network_training import LoggedSteps, evaluate_network, fixed_rates, train_network
+from specinfer.learning.policy.network_training import (
+    LoggedSteps,
+    NetworkQuality,
+    evaluate_network,
+    fixed_rates,
+    train_network,
+)
 from specinfer.learning.policy.options import ARCHITECTURES, PolicyConfig
-from specinfer.learning.policy.report import PolicyReport, Row
+from specinfer.learning.policy.report import PolicyReport
 from specinfer.learning.policy.step_collection import collect_steps, make_tasks
 from specinfer.learning.policy.tree_outcomes import TreeOutcomes, outcomes_of
 from specinfer.learning.tune.corpus import read_prompts
@@ -50,19 +56,19 @@ def train_policy(config: PolicyConfig, progress: StageCallback = lambda *_, **__
     networks: dict[str, PolicyNetwork] = {}
     total = len(config.architectures) + len(groups)
 
-    def train(name: str, architecture: str, left_out: Sequence[str] = ()) -> Row:
+    def train(name: str, architecture: str, left_out: Sequence[str] = ()) -> NetworkQuality:
         progress("training", len(networks), total)
         networks[name] = train_network(
             learning, configurations, ARCHITECTURES[architecture], seed=config.seed, num_steps=config.num_steps,
             left_out=left_out, about=about | {"architecture": name},
         )  # fmt: skip
-        return Row(name, evaluate_network(networks[name], evaluation, costs))
+        return evaluate_network(networks[name], evaluation, costs)
 
     rows = [train(name, name) for name in config.architectures]
     table = _TABLE if _TABLE in config.architectures else config.architectures[-1]
     without = [train(f"{table} without {group}", table, (group,)) for group in groups]
     progress("training", total, total)
-    best = max(rows, key=lambda row: row.quality.rate).name
+    best = max(rows, key=lambda row: row.rate).name
     _save(networks[best], Path(config.out))
     return PolicyReport(
         architectures=tuple(rows),

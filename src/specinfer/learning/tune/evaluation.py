@@ -4,20 +4,26 @@ Hit rates are computed from the predictions. Passes are counted with the engine 
 arms generate the same tokens. Nothing here is timed, so machine and load do not matter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from specinfer.core.config import SpeculativeConfig
 from specinfer.core.noise import derive_seed
+from specinfer.core.outputs import RequestOutput
 from specinfer.core.sampling import SamplingParams
 from specinfer.learning.examples import Source, TrainingExample
 from specinfer.learning.tune.boosting import Predictions
+from specinfer.learning.tune.options import TuneConfig
+from specinfer.learning.tune.result import Result, StageCallback
 from specinfer.llm import LLM
+from specinfer.reporting.environment import Environment
 
 RANKS = 5
+EQUAL_NODES = 16  # nodes in the paper's comparison of 1 to 5 drafters
+_NUM_PROMPTS = 32  # held-out prompts that passes are counted on
+_COUNTING = "counting passes"
 MODES = {"greedy": Source.GREEDY, "sampled": Source.SAMPLED}
 
 
@@ -102,17 +108,16 @@ def coverage(
     return parts
 
 
-def plan_arms(kind: str, drafters: Sequence[str], depth: int, num_nodes: int) -> list[Arm]:
+def plan_arms(kind: str, drafters: Sequence[str], depth: int) -> list[Arm]:
     """Return merged chains of the first 1, 2, ... drafters of a set.
 
     They are of equal depth, and of about equal nodes (before merging).
     """
     arms = []
     for count in range(1, len(drafters) + 1):
-        names = tuple(drafters[:count])
-        best = f"best-first:{num_nodes}:{num_nodes}"
-        trees = dict.fromkeys([_chain(depth), _chain(max(num_nodes // count, 1)), best])
-        arms += [Arm(kind, names, tree) for tree in trees]
+        best = f"best-first:{EQUAL_NODES}:{EQUAL_NODES}"
+        trees = dict.fromkeys([_chain(depth), _chain(max(EQUAL_NODES // count, 1)), best])
+        arms += [Arm(kind, tuple(drafters[:count]), tree) for tree in trees]
     return arms
 
 
@@ -121,36 +126,44 @@ def _chain(depth: int) -> str:
 
 
 def count_passes(
-    llm: LLM,
-    arms: Sequence[Arm],
-    prompts: Sequence[Sequence[int]],
-    folders: dict[str, Path],
-    *,
-    max_tokens: int,
-    seed: int,
-    note: Callable[[int], None],
-) -> list[Passes]:
-    """Count the target passes of each arm and mode: greedy, and sampled at temperature 1.
+    config: TuneConfig, result: Result, arms: Sequence[Arm], report: StageCallback
+) -> tuple[list[Passes], Environment]:
+    """Count the target passes of each arm and mode, greedy and at temperature 1; return also where they ran.
 
-    Args:
-        folders: The folders of the drafters, by the names in the arms; all are loaded with `llm`.
+    A start that is made from nothing has no folder and would predict little, so its arms are skipped.
     """
-    found = []
-    for number, arm in enumerate(arms):
-        names = tuple(str(folders[name]) for name in arm.drafters)
+    folders = {drafter.name: str(drafter.folder) for drafter in result.all_drafters if drafter.folder is not None}
+    usable = [arm for arm in arms if set(arm.drafters) <= folders.keys()]
+    report(_COUNTING, 0, len(usable))
+    llm = LLM(
+        result.target,
+        drafters=list(dict.fromkeys(folders[name] for arm in usable for name in arm.drafters)),
+        dtype=config.dtype,
+        device=config.device,
+        tree="best-first:1",
+        max_num_seqs=_NUM_PROMPTS,
+        enable_prefix_caching=False,
+    )
+    examples = result.held_out[:_NUM_PROMPTS]
+    prompts = [{"prompt_token_ids": example.tokens[: example.num_prompt].tolist()} for example in examples]
+    passes = []
+    for number, arm in enumerate(usable, start=1):
+        llm.speculate(SpeculativeConfig(tuple(folders[name] for name in arm.drafters), arm.tree))
         for mode, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-            llm.speculate(SpeculativeConfig(names, arm.tree))
+            seeds = [derive_seed(config.seed + 1, i) for i in range(len(prompts))]
             params = [
-                SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=derive_seed(seed, i))
-                for i in range(len(prompts))
+                SamplingParams(temperature=temperature, max_tokens=config.max_tokens, seed=seed) for seed in seeds
             ]
-            outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False)
-            counted = [output.metrics.speculative_decoding for output in outputs]
-            passes, drafted, steps = (
-                sum(float(str(one[name])) for one in counted)
-                for name in ("num_target_passes", "num_draft_tokens", "num_spec_steps")
-            )
-            num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
-            found.append(Passes(arm, mode, num_output / max(passes, 1.0), drafted / max(steps, 1.0)))
-        note(number + 1)
-    return found
+            passes.append(_passes(arm, mode, llm.generate(prompts, params, use_tqdm=False)))
+        report(_COUNTING, number, len(usable))
+    return passes, Environment.from_llm(llm, {drafter.name: drafter.parameters for drafter in result.all_drafters})
+
+
+def _passes(arm: Arm, mode: str, outputs: Sequence[RequestOutput]) -> Passes:
+    counted = [output.metrics.speculative_decoding for output in outputs]
+    num_passes, num_drafted, num_steps = (
+        sum(float(str(counts[name])) for counts in counted if counts is not None)
+        for name in ("num_target_passes", "num_draft_tokens", "num_spec_steps")
+    )
+    num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return Passes(arm, mode, num_output / max(num_passes, 1.0), num_drafted / max(num_steps, 1.0))

@@ -5,83 +5,139 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specinfer.core.config import DTYPES
-from specinfer.core.errors import check_float, check_int
+from specinfer.core.errors import check_float
+from specinfer.core.options import check_settings, setting
 from specinfer.core.sampling import MAX_SEED
 from specinfer.demo import corpus
 
 DEMO_DATA = "demo"  # the embedded pair's own text: its training files and its held-out files
 SCHEMES = ("tokens", "prompts", "none")
 MAX_DRAFTERS = 16
-_PRECISIONS = ("auto", "no", "bf16")
 TOP = 32  # tokens stored of a distribution
+_DATA, _DRAFTERS, _OUTPUT, _TRAINING = "Data", "Drafters", "Output", "Training"  # sections of the help
+
+
+def _numbers(words: Sequence[str]) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, words))
+    except ValueError as error:
+        raise ValueError(f"temperature: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneConfig:
     """One run of collective boost-tuning.
 
-    Attributes:
-        target: A folder, a hub name or "demo".
-        drafters: The initial weights of each drafter: a folder or hub name, "layers:N" (layers of the target), "new:N"
-            or "new:NxHIDDEN" (random), "new:hybrid" or "new:hybrid:LAYERSxWIDTH" (random, mostly recurrences),
-            "new:eagle3", "new:dspark" or "new:dspark:LAYERSxWIDTH" (a head on hidden states), or "demo".
-        beside: Drafters that are not tuned: the tuned ones learn what these do not predict.
-        data: Text files, JSON lines of prompts or chats, traces of a server, or folders of them; or "demo".
-        out: The folder of the run; an interrupted run resumes there.
-        held_out: Files to measure on. If empty, a tenth of the data is used, which nothing is trained on.
-        boosting: "tokens" (each is weighted by how far the drafters before do not cover it), "prompts" (as in the
-            paper: prompts that one before predicts are left out), or "none".
-        control: True to also tune the same drafters independently, for comparison.
-        num_prompts: The number of prompts that the target continues.
-        prompt_tokens: The length of a prompt that is cut from plain text.
-        max_tokens: The number of tokens that the target generates after each prompt.
-        num_texts: The number of parts of the plain texts that the target also reads, which is quicker than generating.
-        temperatures: The temperatures that prompts take in turn; 0 is greedy.
-        epochs: The number of times each example is trained on.
-        learning_rate: The learning rate, or None to choose it by the drafter's size.
-        token_map: The number of tokens, the most frequent ones, that drafters compute logits for, or None for all.
-        freeze_embeddings: True to leave input embeddings, and an output head tied to them, as they are.
-        depth: The length of the chains that are merged, used for boosting and for the report.
-        top: The number of tokens stored of each of the target's distributions.
-        dtype: The target's dtype while it generates the examples.
-        mixed_precision: The precision of training; "auto" is bf16 where the hardware has it.
-        save_every: Seconds between checkpoints.
-
     Raises:
         ValueError: A field cannot be used; the message names it.
     """
 
-    target: str
-    drafters: tuple[str, ...]
-    data: tuple[str, ...]
-    out: str
-    held_out: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-    boosting: str = "tokens"
-    control: bool = False
-    num_prompts: int = 2048
-    num_held_out: int = 128
-    prompt_tokens: int = 64
-    max_tokens: int = 192
-    num_texts: int = 4096
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    epochs: float = 2.5
-    batch_tokens: int = 4096
-    learning_rate: float | None = None
-    token_map: int | None = None
-    freeze_embeddings: bool = False
-    depth: int = 8
-    top: int = TOP
-    seed: int = 0
-    dtype: str = "auto"
-    device: str = "auto"
-    mixed_precision: str = "auto"
-    save_every: float = 30.0
-    tensorboard: bool = True
+    target: str = ""
+    drafters: tuple[str, ...] = setting(
+        (),
+        _DRAFTERS,
+        "Initial weights of a drafter: a folder, a Hugging Face model ID, demo, layers:N (N layers of the target), "
+        "new:N or new:NxHIDDEN (random), new:hybrid or new:hybrid:LAYERSxWIDTH (random, mostly recurrences), "
+        "new:eagle3, new:dspark or new:dspark:LAYERSxWIDTH (a head on hidden states). May be "
+        "repeated; each drafter learns what the earlier ones do not predict.",
+        name="drafter",
+        metavar="START",
+    )
+    data: tuple[str, ...] = setting(
+        (),
+        _DATA,
+        "Text files, JSON lines of prompts or chats, server traces, or folders of these; demo is the training data "
+        "of the embedded models. May be repeated.",
+        metavar="FILE",
+    )
+    held_out: tuple[str, ...] = setting(
+        (), _DATA, "Evaluation data, in the same formats. (default: a tenth of --data)", metavar="FILE"
+    )
+    out: str | None = setting(None, _OUTPUT, "Output folder; an existing run is resumed.", metavar="FOLDER")
+    beside: tuple[str, ...] = setting(
+        (), _DRAFTERS, "Drafter that is not trained; the others learn what it does not predict.", metavar="NAME"
+    )
+    boosting: str = setting(
+        "tokens",
+        _DRAFTERS,
+        "What later drafters learn: tokens or prompts (as in the paper) that earlier ones miss, or none.",
+        choices=SCHEMES,
+    )
+    control: bool = setting(False, _DRAFTERS, "Also train the same drafters independently, for comparison.")
+    num_prompts: int = setting(2048, _DATA, "Number of prompts that the target completes.", low=2, high=10**8)
+    num_held_out: int = setting(128, _DATA, "Number of prompts for evaluation.", low=1, high=10**6)
+    prompt_tokens: int = setting(64, _DATA, "Length of prompts cut from plain text, in tokens.", low=1, high=10**6)
+    max_tokens: int = setting(192, _DATA, "Maximum number of tokens to generate for each prompt.", low=2, high=10**6)
+    num_texts: int = setting(
+        4096, _DATA, "Number of passages of plain text to train on in addition.", low=0, high=10**8
+    )
+    temperatures: tuple[float, ...] = setting(
+        (0.0, 1.0),
+        _DATA,
+        "Temperature of the completions, for each prompt in turn. May be repeated. (default: 0 and 1)",
+        name="temperature",
+        metavar="<float>",
+        repeats=True,
+        read=_numbers,
+    )
+    epochs: float = setting(2.5, _TRAINING, "Number of passes over the training examples.", low=0, high=1e4, above=True)
+    batch_tokens: int = setting(4096, _TRAINING, "Number of tokens in an optimizer step.", low=1, high=10**8)
+    learning_rate: float | None = setting(
+        None,
+        _TRAINING,
+        "Peak learning rate. (default: by the size of the drafter)",
+        low=0,
+        high=1,
+        above=True,
+    )
+    token_map: int | None = setting(
+        None,
+        _DRAFTERS,
+        "Restrict the output head to the N most frequent tokens (FR-Spec).",
+        metavar="N",
+        low=16,
+        high=10**7,
+    )
+    freeze_embeddings: bool = setting(False, _TRAINING, "Do not train the embeddings, nor an output head tied to them.")
+    depth: int = setting(8, _TRAINING, "Depth of the chains that the drafters should predict together.", low=1, high=64)
+    top: int = setting(
+        TOP,
+        _DATA,
+        "Number of most probable tokens stored of each distribution of the target.",
+        low=1,
+        high=1024,
+    )
+    # Drafters and held-out text use the seeds after it.
+    seed: int = setting(
+        0,
+        _TRAINING,
+        "Random seed of the order of the data and of sampled text.",
+        low=0,
+        high=MAX_SEED - MAX_DRAFTERS,
+    )
+    dtype: str = setting("auto", _TRAINING, "Data type of the target: {choices}.", choices=DTYPES)
+    device: str = setting("auto", _TRAINING, "Device: auto, cpu, cuda, ...")
+    mixed_precision: str = setting("auto", _TRAINING, "Mixed precision: {choices}.", choices=("auto", "no", "bf16"))
+    save_every: float = setting(30.0, _TRAINING, "Time between checkpoints, in seconds.", low=0, high=1e6)
+    tensorboard: bool = setting(True, _OUTPUT, "Log curves to FOLDER/tensorboard.")
     json: str | None = None
     plot: str | None = None
 
     def __post_init__(self) -> None:
+        check_settings(self)
+        if not self.temperatures:
+            raise ValueError("temperature: none given; 0 is greedy")
+        for temperature in self.temperatures:
+            check_float("temperature", temperature, 0.0, 2.0)
+
+    def check_complete(self) -> None:
+        """Check that the options name all that a run needs.
+
+        Raises:
+            ValueError: Something is missing; the message names it.
+        """
+        if self.out is None:
+            raise ValueError("out: name a folder with --out; drafters, examples and checkpoints go there")
         number = len(self.drafters) + len(self.beside)
         if not self.drafters or number > MAX_DRAFTERS:
             raise ValueError(f"drafter: {number} given; name one that is to be tuned, and {MAX_DRAFTERS} at most")
@@ -89,34 +145,6 @@ class TuneConfig:
             raise ValueError("data: none given; name text files, JSON lines of prompts, or folders of them")
         if DEMO_DATA in self.data and (len(self.data) > 1 or self.held_out):
             raise ValueError(f'data: "{DEMO_DATA}" brings its own held-out files; give it alone')
-        if self.boosting not in SCHEMES:
-            raise ValueError(f"boosting must be one of {', '.join(SCHEMES)}, not {self.boosting!r}")
-        if self.mixed_precision not in _PRECISIONS:
-            raise ValueError(f"mixed_precision must be one of {', '.join(_PRECISIONS)}, not {self.mixed_precision!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        for name, low, high in (
-            ("num_prompts", 2, 10**8),
-            ("num_held_out", 1, 10**6),
-            ("num_texts", 0, 10**8),
-            ("prompt_tokens", 1, 10**6),
-            ("max_tokens", 2, 10**6),
-            ("batch_tokens", 1, 10**8),
-            ("depth", 1, 64),
-            ("top", 1, 1024),
-            ("seed", 0, MAX_SEED - MAX_DRAFTERS),  # drafters and held-out text use the seeds after it
-        ):
-            check_int(name, getattr(self, name), low, high)
-        if self.token_map is not None:
-            check_int("token_map", self.token_map, 16, 10**7)
-        check_float("epochs", self.epochs, 0.0, 1e4, low_open=True)
-        check_float("save_every", self.save_every, 0.0, 1e6)
-        if self.learning_rate is not None:
-            check_float("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
-        if not self.temperatures:
-            raise ValueError("temperature: none given; 0 is greedy")
-        for temperature in self.temperatures:
-            check_float("temperature", temperature, 0.0, 2.0)
 
     @property
     def text_tokens(self) -> int:

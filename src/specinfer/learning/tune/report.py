@@ -1,26 +1,12 @@
 """The results of a tuning run, measured on held-out data."""
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from specinfer.learning.tune.evaluation import (
-    Arm,
-    Coverage,
-    HitRates,
-    Passes,
-    count_passes,
-    coverage,
-    hit_rates,
-    plan_arms,
-)
+from specinfer.learning.tune.evaluation import Coverage, HitRates, Passes, count_passes, coverage, hit_rates, plan_arms
 from specinfer.learning.tune.options import TuneConfig
-from specinfer.learning.tune.result import Result, StageCallback, TunedDrafter
-from specinfer.llm import LLM
+from specinfer.learning.tune.result import Result, StageCallback
 from specinfer.reporting.environment import Environment
-
-EQUAL_NODES = 16  # nodes in the paper's comparison of 1 to 5 drafters
-_NUM_PROMPTS = 32  # held-out prompts that passes are counted on
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +44,22 @@ def measure(config: TuneConfig, result: Result, report: StageCallback) -> TuneRe
         report: Receives the progress.
     """
     examples = list(result.held_out)
-    sets = {"boosted": [*result.beside, *result.drafters], "independent": []}
+    sets = {"boosted": [*result.beside, *result.drafters]}
     if result.controls:
         sets["independent"] = [*result.beside, *result.controls]
-    everyone = {drafter.name: drafter for drafter in result.all_drafters}
-    arms = plan_arms("start", [result.starts[0].name], config.depth, EQUAL_NODES)
-    for kind, drafters in sets.items():
-        arms += plan_arms(kind, [one.name for one in drafters], config.depth, EQUAL_NODES)
-    passes, environment = _count(config, result, everyone, arms, report)
-    rates = [rate for drafter in everyone.values() for rate in hit_rates(drafter.name, drafter.held_out, examples)]
+    arms = plan_arms("start", [result.starts[0].name], config.depth)
     parts: list[Coverage] = []
-    for drafters in sets.values():
-        parts += coverage([one.name for one in drafters], [one.held_out for one in drafters], examples)
+    for kind, drafters in sets.items():
+        names = [drafter.name for drafter in drafters]
+        arms += plan_arms(kind, names, config.depth)
+        parts += coverage(names, [drafter.held_out for drafter in drafters], examples)
+    passes, environment = count_passes(config, result, arms, report)
+    everyone = {drafter.name: drafter for drafter in result.all_drafters}
+    rates = [rate for name, drafter in everyone.items() for rate in hit_rates(name, drafter.held_out, examples)]
     return TuneReport(
         options=asdict(config) | {"model": config.target},
         environment=environment,
-        folders={one.name: str(one.folder) for one in result.drafters},
+        folders={drafter.name: str(drafter.folder) for drafter in result.drafters},
         training={
             name: {field: getattr(drafter, field) for field in ("parameters", "steps", "tokens", "seconds", "loss")}
             for name, drafter in everyone.items()
@@ -88,33 +74,3 @@ def measure(config: TuneConfig, result: Result, report: StageCallback) -> TuneRe
         coverage=tuple(parts),
         passes=tuple(passes),
     )
-
-
-def _count(
-    config: TuneConfig,
-    result: Result,
-    everyone: dict[str, TunedDrafter],
-    arms: list[Arm],
-    report: StageCallback,
-) -> tuple[list[Passes], Environment]:
-    """Count passes of arms whose drafters have folders; a start made from nothing has none and would predict little."""
-    folders = {name: one.folder for name, one in everyone.items() if one.folder is not None}
-    usable = [arm for arm in arms if all(name in folders for name in arm.drafters)]
-    used = dict.fromkeys(str(folders[name]) for arm in usable for name in arm.drafters)
-    llm = LLM(
-        result.target,
-        drafters=list(used),
-        dtype=config.dtype,
-        device=config.device,
-        tree="best-first:1",
-        max_num_seqs=_NUM_PROMPTS,
-        enable_prefix_caching=False,
-    )
-    prompts = [example.tokens[: example.num_prompt].tolist() for example in result.held_out[:_NUM_PROMPTS]]
-    name = "counting passes"
-    report(name, 0, len(usable))
-    passes = count_passes(
-        llm, usable, prompts, {name: Path(folder) for name, folder in folders.items()},
-        max_tokens=config.max_tokens, seed=config.seed + 1, note=lambda done: report(name, done, len(usable)),
-    )  # fmt: skip
-    return passes, Environment.from_llm(llm, {one.name: one.parameters for one in everyone.values()})

@@ -45,6 +45,7 @@ def open_run(config: TuneConfig, content: str = "", *, writes: bool = True) -> P
     Raises:
         ValueError: The folder contains another run or something else, or cannot be written.
     """
+    assert config.out is not None
     folder = Path(config.out)
     path = folder / _RUN_FILE
     options = json.loads(json.dumps({name: value for name, value in asdict(config).items() if name not in _FREE}))
