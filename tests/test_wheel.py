@@ -130,7 +130,7 @@ def test_a_wheel_of_zigs_compiler_has_the_native_kernels_of_this_machine(tmp_pat
     assert [name for name in names if Path(name).suffix in {*_COMPILED, ".cpp", ".h", ".lib"}] == [
         "specinfer/ops/cpu/_native.so"
     ]
-    library = ctypes.CDLL(str(tmp_path / "specinfer" / "kernels" / "_native.so"))
+    library = ctypes.CDLL(str(tmp_path / "specinfer" / "ops" / "cpu" / "_native.so"))
     library.specinfer_name.restype = ctypes.c_char_p
     assert library.specinfer_name().decode() == describe()  # the compiler changes nothing in what is chosen
     tests = (str(ROOT / "tests" / name) for name in ("ops/test_kernels.py", "model/test_stored_codes.py"))

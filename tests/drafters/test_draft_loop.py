@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from heads import drafter_of, ids_of, llm_of, save_eagle3
-from native import native
 from pair_heads import save_eagle, save_mtp
 from specinfer.core.draws import Draws
 from specinfer.core.request import Request, Span
@@ -27,7 +26,6 @@ from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance, verify
 from tiny import VOCAB, make_request, random_prompts, resized, save_model
 
-pytestmark = native
 GREEDY, SAMPLED = SamplingParams(temperature=0.0, max_tokens=99), SamplingParams(temperature=0.8, max_tokens=99)
 BUDGETS = {
     "best first": [TreeBudget(12, 4), TreeBudget(3, 5), TreeBudget(30, 3, min_path_prob=0.05)],

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from native import native
 from on_device import CPU, load_plain, make_device_engine, run_on_device
 from quantized_files import save_quantized
 from specinfer import LLM, SamplingParams
@@ -58,7 +57,6 @@ def _loaded(folder: Path, kv_dtype: torch.dtype | None, **options: Any) -> Loade
 # --------------------------------------------------------------------------------------- a tree and a chain
 
 
-@native
 @pytest.mark.parametrize(
     ("family", "kv_dtype", "limits"),
     [
@@ -101,7 +99,6 @@ def _logits(loaded: LoadedModel, passes: Sequence[Sequence[Piece]], store: KVTen
     return found[-1]
 
 
-@native
 @pytest.mark.parametrize("kv_dtype", FLOAT8)
 def test_a_node_sees_the_nodes_above_it_as_they_will_be_read_later(
     kv_dtype: torch.dtype, model_folder: Folders

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from native import native
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import MAX_GROUPED_TOKENS, ForwardBatch, Piece, pack
 from specinfer.model.kv_tensors import KVTensors
@@ -38,7 +37,6 @@ def test_a_node_sees_the_chain_and_its_own_path(prefix: int, num_chain: int, tre
         assert piece.positions[row] == prefix + len(seen) - 1, "a token stands after all that it sees"
 
 
-@native
 @given(start=st.integers(0, 4), num_chain=st.integers(1, 4), tree=trees(max_nodes=30))
 def test_native_sight_is_that_of_the_plain_code(start: int, num_chain: int, tree: TokenTree) -> None:
     visible, positions = sight(num_chain, tree, start)

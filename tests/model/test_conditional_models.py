@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import reference
 from assistants import save_assistant
 from heads import ids_of, llm_of
-from native import native
 from native_layers import CPU, PROMPT, error, last_logits
 from specinfer import SamplingParams
 from specinfer.core.config import OffloadConfig
@@ -19,7 +18,6 @@ from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from tiny import FAMILIES, GEMMA_4, random_prompts
 
-pytestmark = native
 _VISION = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 8,

@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import reference
 import tiny
-from native import native
 from specinfer import LLM
 from specinfer.core.errors import ModelError
 from specinfer.core.tree import TokenTree
@@ -102,7 +101,6 @@ def test_a_node_that_continues_another_branch_is_noticed(
         test_tree_logits_are_those_of_each_path(family, runner_of)
 
 
-@native
 @pytest.mark.parametrize("family", [*FAMILIES, *quick(MORE_FUSED), *HYBRIDS])
 def test_which_are_fused(family: str, runner_of: Callable[..., ModelRunner]) -> None:
     assert isinstance(runner_of(family).loaded.model, FusedDecoder) == (family.split("-")[0] in layer_families.FAMILIES)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import reference
-from native import native
 from native_layers import CPU, TREE, Reader
 from specinfer import LLM, SamplingParams
 from specinfer.core.tree import TokenTree
@@ -25,7 +24,6 @@ from specinfer.model.runner import ModelRunner
 from specinfer.ops import PackedLinear
 from tiny import make_model, paths_of, random_prompts
 
-pytestmark = native
 WIDE = TokenTree((8, *range(20, 70)), (-1, *[0] * 50))
 
 

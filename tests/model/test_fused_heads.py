@@ -9,14 +9,12 @@ from torch import Tensor
 
 from head_passes import head_passes
 from heads import save_block, save_eagle3
-from native import native
 from pair_heads import save_eagle, save_mtp
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import load_model
 from tiny import save_model
 
-pytestmark = native
 KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3 of Qwen3": {"family": "qwen3"},

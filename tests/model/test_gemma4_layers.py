@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reference
-from native import ISAS, each_isa, native
+from native import ISAS, each_isa
 from native_checks import (
     change_attentions,
     change_experts,
@@ -32,7 +32,6 @@ from specinfer.parallel.shard_spec import ShardSpec
 from thread_group import ThreadGroup
 from tiny import GEMMA_4, make_model
 
-pytestmark = native
 # Layers of random models add little to hidden states: small numbers after layers would hide the rest.
 _FACTORS = (1.0, 0.8, 1.3, 0.9, 0.7)
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from interpreter import interpreted
-from native import ISAS, each_isa, native
+from native import ISAS, each_isa
 from specinfer.core.tree import TokenTree
 from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import Piece, pack
@@ -123,7 +123,6 @@ def test_rotated_keys_are_stored_the_same(dtype: torch.dtype, kind: torch.dtype)
     assert equal(wanted[1][slots[3]], rounded(qkv[3, -32:].float().view(2, 16) * torch.tensor(1 / SCALES.value), dtype))
 
 
-@native
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_native_code_stores_the_same(isa: str, dtype: torch.dtype) -> None:
     x = numbers()
@@ -230,7 +229,6 @@ def test_passes_without_fixed_shapes_read_keys_and_values_as_bytes(dtype: torch.
         check(found[row], reference.attention(query[row], *(pool[sees[row]] for pool in pools), 0.3))
 
 
-@native
 @pytest.mark.parametrize("dim", [8, 20, 32, 64, 128, 256])
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_native_attention_is_that_over_the_widened_numbers(isa: str, dtype: torch.dtype, dim: int) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.peers.plain_folder import plain_folder
-from native import native
 from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
 from specinfer.model.attention import register
@@ -26,7 +25,6 @@ from specinfer.model.load import load_model
 from specinfer.model.probe import probe
 from tiny import make_model
 
-pytestmark = native
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FAMILIES = ["gemma3_text", "llama", "mistral", "qwen2", "qwen3"]  # whose layers can all be made wrong in these ways
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import reference
-from native import native
 from native_checks import change_plan
 from native_layers import PROMPT, error, last_logits, load, load_fused, make, paired_call, saved
 from specinfer.model.layers.device import can_fuse_on_device
@@ -76,7 +75,6 @@ NOT_FUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@native
 @pytest.mark.parametrize("name", [*FUSED, *NOT_FUSED])
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, changes = (FUSED | NOT_FUSED)[name]
@@ -87,7 +85,6 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert error(last_logits(runner), wanted) < (1e-5 if family in HYBRIDS else 2e-6)
 
 
-@native
 @pytest.mark.parametrize(
     ("dtype", "quantization", "tolerance"),
     [
@@ -153,7 +150,6 @@ MUTATIONS: dict[str, Callable[[FusedDecoder], None]] = {
 }
 
 
-@native
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_part_of_gemma_that_is_wrong_shows(name: str, tmp_path: Path) -> None:
     """Else the tests above would not show it."""
@@ -197,7 +193,6 @@ HYBRID_MUTATIONS: dict[str, tuple[str, Callable[[FusedDecoder], None]]] = {
 }
 
 
-@native
 @pytest.mark.parametrize("name", HYBRID_MUTATIONS)
 def test_a_part_of_a_hybrid_that_is_wrong_shows(name: str, tmp_path: Path) -> None:
     family, mutate = HYBRID_MUTATIONS[name]
@@ -208,7 +203,6 @@ def test_a_part_of_a_hybrid_that_is_wrong_shows(name: str, tmp_path: Path) -> No
     assert not error(last_logits(runner), wanted) < 1e-3
 
 
-@native
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2", "falcon_h1", "mamba2"])
 @pytest.mark.parametrize(
     ("dtype", "quantization", "tolerance"),
@@ -263,7 +257,6 @@ def _changed_order(decoder: FusedDecoder) -> None:
     layer.recurrence = replace(layer.recurrence, order=None)
 
 
-@native
 @pytest.mark.parametrize("name", PART_MUTATIONS)
 def test_a_part_of_a_layer_that_is_wrong_shows(name: str, tmp_path: Path) -> None:
     family, mutate = PART_MUTATIONS[name]
@@ -284,7 +277,6 @@ def test_a_part_of_a_layer_that_is_wrong_shows(name: str, tmp_path: Path) -> Non
     assert not error(last_logits(runner), wanted) < 1e-3
 
 
-@native
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_embeddings_are_scaled_as_transformers_rounds_the_scale(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from native import native
 from quantized_files import (
     FORMATS,
     Encoder,
@@ -159,7 +158,6 @@ def test_each_layer_is_read_in_its_own_format(mix: str, source: Path, tmp_path: 
         assert num_kept > 6
 
 
-@native
 @pytest.mark.parametrize("mix", MIXES)
 def test_models_compute_with_the_codes_of_each_layer(mix: str, source: Path, tmp_path: Path) -> None:
     """With trees as without, and whether layers are in memory or not."""
@@ -176,7 +174,6 @@ def test_models_compute_with_the_codes_of_each_layer(mix: str, source: Path, tmp
     assert _texts(folder, tree="off", dtype="float32") == _texts(plain, tree="off", dtype="float32")
 
 
-@native
 def test_experts_may_be_stored_in_several_formats(tmp_path: Path) -> None:
     source = save_model(tmp_path / "source", "qwen3_moe", hidden_size=64, moe_intermediate_size=32)
     settings = FORMATS["GPTQ"][0] | {"dynamic": {"+:.*down_proj": {"bits": 8}, "-:.*experts.1.": {}}}

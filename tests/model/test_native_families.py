@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import reference
-from native import native
 from native_checks import (
     change_attentions,
     change_experts,
@@ -23,7 +22,6 @@ from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from tiny import MORE_FUSED, make_model
 
-pytestmark = native
 SPARSE = {"qwen3_moe", "mixtral"} | {name for name in MORE_FUSED if "num_experts_per_tok" in MORE_FUSED[name]}
 FAMILIES = sorted(SPARSE | MORE_FUSED.keys() | {"phi3", "olmo_hybrid"})
 

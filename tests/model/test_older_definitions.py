@@ -17,7 +17,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.recurrent_gemma import configuration_recurrent_gemma, modeling_recurrent_gemma
 
 import reference
-from native import native
 from specinfer.model.definition import load_plain
 from specinfer.model.layers.families import kind_of
 from specinfer.model.layers.fused import FusedDecoder
@@ -72,7 +71,6 @@ class _WholeNorm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
-@native
 @pytest.mark.parametrize(
     ("family", "module", "name"),
     [("bamba", modeling_bamba, "BambaRMSNormGated"), ("mamba2", modeling_mamba2, "MambaRMSNormGated")],
@@ -85,7 +83,6 @@ def test_a_norm_over_all_heads_is_fused(
     _check(family, tmp_path, is_native=True)
 
 
-@native
 def test_rotations_that_want_a_position_for_each_axis_of_an_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import reference
-from native import native
 from pair_heads import save_mtp
 from quantized_files import FORMATS, awq, gptq, save_gpt_oss, save_quantized
 from specinfer import LLM, SamplingParams
@@ -102,7 +101,6 @@ def test_a_scale_of_many_inputs_is_that_of_each_group_of_the_kernels(name: str, 
     torch.testing.assert_close(dequantize(found.quantized(stored)), plain, rtol=1e-6, atol=0)
 
 
-@native
 @pytest.mark.parametrize("name", KEPT)
 def test_models_compute_with_the_codes_of_the_format(name: str, source: Path, tmp_path: Path) -> None:
     plain, folder = save_quantized(source, tmp_path / "quantized", name), tmp_path / "quantized"
@@ -119,7 +117,6 @@ def test_models_compute_with_the_codes_of_the_format(name: str, source: Path, tm
         assert texts[0] == texts[1]
 
 
-@native
 @pytest.mark.parametrize(
     ("family", "name", "drafter"),
     [
@@ -147,7 +144,6 @@ def test_layers_without_attention_compute_with_codes(family: str, name: str, dra
     assert _texts(folder, dtype="bfloat16", drafters=drafter, tree="2,2,1") == plain_texts
 
 
-@native
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -170,7 +166,6 @@ def test_experts_compute_with_their_codes(family: str, name: str, tmp_path: Path
     assert (found - exact).std(dim=1).median() < 0.1 * exact.std()
 
 
-@native
 def test_experts_of_gpt_oss_are_read_from_their_codes_as_transformers_reads_them(tmp_path: Path) -> None:
     source = save_model(tmp_path / "source", "gpt_oss", hidden_size=64, intermediate_size=96)
     plain, folder = save_gpt_oss(source, tmp_path / "quantized"), tmp_path / "quantized"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gguf_files import random_blocks, scaled, write_model
-from native import ISAS, each_isa, native
+from native import ISAS, each_isa
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.model.definition import load_plain
 from specinfer.model.folder import find_folder
@@ -201,7 +201,6 @@ def load(path: Path, dtype: Any = "auto", **options: Any) -> LoadedModel:
     return load_model(find_folder(path), dtype, CPU, **options)
 
 
-@native
 @pytest.mark.parametrize("mix", MIXES)
 def test_models_of_mixed_types_compute_with_codes(mix: str, tmp_path: Path) -> None:
     """Near the numbers in fp32, in the memory of the file."""
@@ -221,7 +220,6 @@ def test_models_of_mixed_types_compute_with_codes(mix: str, tmp_path: Path) -> N
 QUICK = (next(mix for mix in MIXES if mix in FUSED), next(mix for mix in MIXES if mix not in FUSED))
 
 
-@native
 @pytest.mark.parametrize("mix", [mix if mix in QUICK else pytest.param(mix, marks=pytest.mark.slow) for mix in MIXES])
 def test_texts_of_mixed_types_are_the_same_whatever_the_tree(mix: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
@@ -244,7 +242,6 @@ def _generate(path: Path, tree: str, drafters: list[str]) -> Any:
         return [*llm.generate(prompts, greedy), *llm.generate(prompts, sampled)]
 
 
-@native
 def test_float32_and_quantization_decode_the_codes(tmp_path: Path) -> None:
     write_model(tmp_path / "m.gguf", **MIXES["Q4_K_M"], **WIDE)
     for dtype, options in ((torch.float32, {}), ("auto", {"quantization": "int8"}), ("auto", {"native": False})):
@@ -254,7 +251,6 @@ def test_float32_and_quantization_decode_the_codes(tmp_path: Path) -> None:
     assert load(tmp_path / "m.gguf", torch.bfloat16).weights_type == "Q4_K, Q6_K"
 
 
-@native
 @pytest.mark.parametrize("name", ["output_norm.weight", "token_embd.weight", "blk.1.ffn_up.weight"])
 def test_scales_that_are_not_finite_are_refused_by_name(name: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
@@ -268,7 +264,6 @@ def test_scales_that_are_not_finite_are_refused_by_name(name: str, tmp_path: Pat
         load(path)
 
 
-@native
 def test_factors_of_nvfp4_that_no_matrix_has_are_refused_by_name(tmp_path: Path) -> None:
     path, whole = tmp_path / "m.gguf", {"kind": "NVFP4", **WIDE}
     write_model(path, **whole)
@@ -288,7 +283,6 @@ def test_factors_of_nvfp4_that_no_matrix_has_are_refused_by_name(tmp_path: Path)
         load(path)
 
 
-@native
 def test_a_draft_head_shares_the_stored_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The log names the stored types, and the fused decoder holds tied weights once."""
     path = tmp_path / "m.gguf"

@@ -9,7 +9,6 @@ import torch
 
 from gguf_files import write_model
 from hybrid_gguf import write_hybrid
-from native import native
 from quantized_files import quantized_model
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.core.config import OffloadConfig
@@ -18,7 +17,6 @@ from specinfer.model.load import load_model
 from thread_group import WHOLE, Ranks
 from tiny import quick
 
-pytestmark = native
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 512, "intermediate_size": 512}
 MIXTURE = {"norm_topk_prob": True, "moe_intermediate_size": 64}

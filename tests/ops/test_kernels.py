@@ -3,7 +3,6 @@
 import copy
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from native import ISAS, each_isa, native
+from native import ISAS, each_isa
 from native_layers import paired_call
+from specinfer.core.errors import NativeCodeError
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_tensors import KVTensors, LayerShape
-from specinfer.model.layers.fused import FusedDecoder
-from specinfer.model.load import load_model
 from specinfer.ops import (
     GATES,
     AttentionCall,
@@ -33,6 +31,7 @@ from specinfer.ops import (
     norm,
     pack_linears,
 )
+from specinfer.ops.cpu import library as native_library
 from specinfer.ops.cpu import linear
 from specinfer.ops.cpu.library import call as call_native
 from specinfer.ops.cpu.linear import Choice, is_faster
@@ -130,7 +129,6 @@ def test_a_call_keeps_to_its_buffer(isa: str, kind: torch.dtype | int, dots: boo
         assert torch.equal(result, call(x))
 
 
-@native
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_read_back(dtype: torch.dtype) -> None:
     weight, numbers = _random((70, 33), dtype), torch.tensor([69, 0, 31, 32, 32])
@@ -267,7 +265,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     return
 
 
-@native
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_and_its_replacement(dtype: torch.dtype) -> None:
@@ -289,7 +286,6 @@ class _Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-@native
 @pytest.mark.usefixtures("always")
 def test_what_stays_as_it_is() -> None:
     for layer in (
@@ -301,20 +297,24 @@ def test_what_stays_as_it_is() -> None:
         assert pack_linears(nn.Sequential(layer)) == 0
 
 
-def test_without_the_library_models_run_as_pytorch_has_them(
-    monkeypatch: pytest.MonkeyPatch, model_folder: Callable[..., Path]
+@pytest.mark.parametrize(
+    ("suffixes", "layout", "reason"), [([".missing"], None, "was not built"), (None, -1, "is of version")]
+)
+def test_without_the_library_the_package_says_how_to_get_it(
+    suffixes: list[str] | None, layout: int | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if suffixes is not None:
+        monkeypatch.setattr(native_library, "EXTENSION_SUFFIXES", suffixes)
+    if layout is not None:
+        monkeypatch.setattr(native_library, "_LAYOUT", layout)
     library.cache_clear()
-    monkeypatch.setenv("SPECINFER_NATIVE", "0")
     try:
-        loaded = load_model(model_folder("llama"), "auto", torch.device("cpu"))
-        assert not any(isinstance(module, PackedLinear | FusedDecoder) for module in loaded.model.modules())
-        assert describe() == "none"
+        with pytest.raises(NativeCodeError, match=f"{reason}.*install the package again"):
+            describe()
     finally:
         library.cache_clear()
 
 
-@native
 def test_the_choice_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     faster: set[int] = set()
     monkeypatch.delenv("SPECINFER_NATIVE")
@@ -332,7 +332,6 @@ def test_the_choice_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     linear.choose.cache_clear()
 
 
-@native
 def test_one_slow_moment_does_not_make_pytorch_multiply_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a token's logits would depend on the pass."""
     looks = iter([True, False, True, True])  # few rows, 64 rows in a slow moment and again, 256 rows

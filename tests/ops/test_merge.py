@@ -13,11 +13,9 @@ from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
 from specinfer.drafters.growth.calibration import RANKS, Calibration, source
 from specinfer.drafters.merge import pruning
 from specinfer.drafters.merge.pruning import Pruning
-from specinfer.ops.cpu.library import library
 from specinfer.verify import Acceptance
 from tiny import as_values, make_request, trees
 
-pytestmark = pytest.mark.skipif(library() is None, reason="native kernels are not built")
 LAW = Distribution(np.array([1, 2, 0]), np.array([0.5, 0.25, 0.25]))
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.neighbours import busy_neighbours
-from native import native
 from native_layers import paired_call
 from specinfer.ops import AttentionCall, FlatPieces, LinearCall, NativePieces, Panels, norm, quantize
 
@@ -23,7 +22,6 @@ LIBRARY = importlib.import_module("specinfer.ops.cpu.library")  # the package ha
 KERNELS = Path(str(LIBRARY.__file__)).parent
 HIDDEN, HEADS, KV_HEADS, DIM, INNER = 256, 8, 2, 32, 640
 Threads = Callable[[int], None]
-pytestmark = native
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from native import native
 from specinfer.ops.cpu import tried
 from specinfer.ops.cpu.tried import Verified, count_tried
 
@@ -41,7 +40,6 @@ def _verified(draw: st.DrawFn) -> Verified:
     )
 
 
-@native
 @given(st.lists(_verified(), min_size=1, max_size=5))
 def test_native_counts_are_those_token_by_token(verified: list[Verified]) -> None:
     natively = count_tried(verified, NUM_SOURCES, EDGES, RANKS)

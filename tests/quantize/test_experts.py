@@ -9,7 +9,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from native import native
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.model.definition import load_plain
 from specinfer.model.load import load_model
@@ -73,7 +72,6 @@ def test_matrices_of_experts_are_layers_of_their_own(family: str, to: str, tmp_p
     assert report.num_bytes < report.num_bytes_before
 
 
-@native
 @pytest.mark.parametrize("family", FAMILIES)
 def test_codes_that_are_read_back_are_those_of_the_rounded_definition(family: str, tmp_path: Path) -> None:
     source = save_model(tmp_path / "source", family, **WIDE, **FAMILIES[family])
@@ -93,7 +91,6 @@ def test_codes_that_are_read_back_are_those_of_the_rounded_definition(family: st
         assert torch.equal(ours.calls[-1].panels.unpack_codes().codes, codes.codes)
 
 
-@native
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_compute_with_the_codes_and_generate_the_same_text_with_speculation(family: str, tmp_path: Path) -> None:
     source = save_model(tmp_path / "source", family, **WIDE, **FAMILIES[family])

@@ -141,7 +141,7 @@ def test_variables_that_are_no_settings_are_named_without_their_values(served: l
     shown = start("demo", env={"SPECINFER_API_KEYS": KEY, "SPECINFER_TREE": "off"} | links).stderr
     assert "left aside: SPECINFER_API_KEYS (see" in shown
     assert KEY not in shown
-    assert "left aside" not in start("demo", env={"SPECINFER_NATIVE": "0", "SPECINFER_TREE": "off"} | links).stderr
+    assert "left aside" not in start("demo", env={"SPECINFER_NATIVE": "always", "SPECINFER_TREE": "off"} | links).stderr
 
 
 def test_a_variable_that_kubernetes_sets_is_not_taken_for_the_port(served: list[Service]) -> None:

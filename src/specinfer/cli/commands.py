@@ -19,7 +19,7 @@ from specinfer.cli.errors import UsageError, as_typed, checking, name_of
 from specinfer.cli.flags import Given, flags_of, old_flags, with_variable
 from specinfer.cli.help_text import Command, Group
 from specinfer.cli.values import join_dotted
-from specinfer.core.errors import ModelError, RequestError, file_error
+from specinfer.core.errors import ModelError, NativeCodeError, RequestError, file_error
 from specinfer.core.vllm_names import without_vllm_flags
 from specinfer.core.vllm_tables import ENGINE
 
@@ -50,7 +50,7 @@ class Program(Group):
             if "SPECINFER_PORT" in message and "://" in os.environ.get("SPECINFER_PORT", ""):
                 hint = "; Kubernetes set it for a Service called specinfer: set enableServiceLinks: false in the pod"
             _print_error(message.rstrip(".") + hint)
-        except (UsageError, ModelError, RequestError) as error:
+        except (UsageError, ModelError, RequestError, NativeCodeError) as error:
             _print_error(str(error), debug=debug)
         except Exception as error:
             hint = "" if debug else " (--debug shows where)"
@@ -150,7 +150,7 @@ def add_command(
                 made = {name: flags.read(kind) for name, kind in options.items()}
             others = flags.others(list(options.values()))
             function(**others, **made, **dict.fromkeys(wanted, typer_context))
-        except (UsageError, ModelError, RequestError) as error:
+        except (UsageError, ModelError, RequestError, NativeCodeError) as error:
             raise UsageError(as_typed(str(error), typer_context)) from error
 
     run.__doc__ = function.__doc__

@@ -14,6 +14,10 @@ class ModelError(ValueError):
     """A model folder or name that cannot be used as it is."""
 
 
+class NativeCodeError(RuntimeError):
+    """Native code that is missing or is not of this version of the package; the message has the remedy."""
+
+
 class WeightsError(RuntimeError):
     """Weights that can no longer be read while the model runs; the message names the file and the remedy."""
 

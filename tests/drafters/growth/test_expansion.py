@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from native import native
 from specinfer.core.noise import derive_seed
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget, expansion_nodes
@@ -307,7 +306,6 @@ def test_a_level_that_pays_for_one_tree_is_grown_for_all() -> None:
 # ---------------------------------------------------------------------------------------- native code
 
 
-@native
 @settings(max_examples=80)
 @given(
     st.lists(

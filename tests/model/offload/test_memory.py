@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from native import native
 from specinfer.model.offload import budget
 from specinfer.model.offload.stream import Stream
 from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
@@ -99,7 +98,6 @@ def test_a_process_keeps_to_its_budget(folder: Path, tmp_path: Path, quantized: 
     assert quantized or num_resident < num_layers
 
 
-@native
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_returns_what_it_frees(folder: Path, tmp_path: Path) -> None:
     codes = tmp_path / "codes"  # those of gates and values are joined

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from native import native
 from specinfer.core.errors import ModelError
 from specinfer.core.tree import Draw, TokenTree
 from specinfer.model.batch import Piece, pack
@@ -121,7 +120,6 @@ def test_stages_of_a_family(family: str, tmp_path: Path) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("qwen3", {"tie_word_embeddings": True})])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@native
 def test_stages_of_native_layers(family: str, changes: Any, quantization: str | None, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}  # whole groups of rounded weights
     folder = save_model(tmp_path, family, num_hidden_layers=NUM_LAYERS, **sizes, **changes)

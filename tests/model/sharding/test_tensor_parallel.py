@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from native import native
 from specinfer.core.errors import ModelError
 from specinfer.model.layers.families import FAMILIES as FUSED
 from specinfer.model.layers.fused import FusedDecoder
@@ -109,7 +108,6 @@ _EACH_LAYOUT = (
 )  # fmt: skip
 
 
-@native
 @pytest.mark.usefixtures("always_native")
 @pytest.mark.parametrize("family", quick(FAMILIES, *_EACH_LAYOUT))
 def test_native_shards_compute_what_the_whole_does(folders: dict[str, Path], tmp_path: Path, family: str) -> None:
@@ -123,7 +121,6 @@ def test_native_shards_compute_what_the_whole_does(folders: dict[str, Path], tmp
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
 
 
-@native
 @pytest.mark.usefixtures("always_native")
 @pytest.mark.parametrize(
     "family",
@@ -145,7 +142,6 @@ def test_native_shards_add_up_what_each_computes_a_part_of(tmp_path: Path, famil
 
 
 @pytest.mark.covering(1)
-@native
 @pytest.mark.usefixtures("always_native")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "starcoder2"])
@@ -242,7 +238,6 @@ def test_weights_that_are_not_finite_are_refused_by_their_rank(tmp_path: Path, s
         load_model(tmp_path, torch.float32, CPU, shard=shards[1])
 
 
-@native
 @pytest.mark.usefixtures("always_native")
 @pytest.mark.parametrize(
     ("family", "width", "split"),

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from native import native
 from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
 from specinfer.model.cut import Cut
@@ -53,7 +52,6 @@ def test_rounded_weights_are_slices_of_the_rounded_whole(tmp_path: Path, quantiz
 
 
 @pytest.mark.covering(1)
-@native
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize(("family", "is_native"), [("llama", True), ("llama", False), ("opt", True)])
 def test_rounded_shards_compute_what_the_rounded_whole_does(
@@ -149,7 +147,6 @@ def test_a_part_of_a_tensor_is_read_as_if_it_were_cut(tmp_path: Path, cut: Cut) 
         assert sum(part.shape[0] * part.shape[1] for part in parts) == cut.of(whole).numel()
 
 
-@native
 @pytest.mark.parametrize(
     ("family", "copies", "quantization"),
     [

@@ -328,7 +328,7 @@ static INLINE bool sees_any(const Attention *layer, const Pieces *pieces, const 
 
 // Some parts of an item: each partial goes to its place, if they are computed apart, or all of them to the result.
 template <int WIDE>
-static void attend_item(const Attention *layer, const Pieces *pieces, const Division &division, const Item &item,
+LOCAL void attend_item(const Attention *layer, const Pieces *pieces, const Division &division, const Item &item,
                         int64_t part, const float *queries, int64_t stride, float *result) {
     static thread_local Grown<float> own;
     const int64_t rows = item.rows(), dim = layer->dim, size = partial_size(layer);
@@ -371,8 +371,21 @@ static void attend_item(const Attention *layer, const Pieces *pieces, const Divi
     }
 }
 
+#if ISA_PART == 2  // the wide heads are compiled beside the others
+extern template void attend_item<256>(const Attention *, const Pieces *, const Division &, const Item &, int64_t,
+                                      const float *, int64_t, float *);
+extern template void attend_item<512>(const Attention *, const Pieces *, const Division &, const Item &, int64_t,
+                                      const float *, int64_t, float *);
+#elif ISA_PART == 4
+template void attend_item<256>(const Attention *, const Pieces *, const Division &, const Item &, int64_t, const float *,
+                               int64_t, float *);
+template void attend_item<512>(const Attention *, const Pieces *, const Division &, const Item &, int64_t, const float *,
+                               int64_t, float *);
+#endif
+
+#if ISA_PART != 4
 // queries: [tokens], `stride` floats apart, each [heads][dim]; result: [tokens][heads][dim].
-static void attend(const Attention *layer, const Pieces *pieces, const float *queries, int64_t stride, float *result,
+LOCAL void attend(const Attention *layer, const Pieces *pieces, const float *queries, int64_t stride, float *result,
                    int threads) {
     static thread_local Grown<Division> divisions;
     static thread_local Grown<int64_t> numbers;
@@ -433,3 +446,4 @@ static void attend(const Attention *layer, const Pieces *pieces, const float *qu
         });
     }
 }
+#endif

@@ -1,4 +1,14 @@
 // All that is compiled for one instruction set; included once by each isa_*.cpp, which says what there is.
+//
+// A source is compiled whole, or in four parts side by side, which ISA_PART selects: products (1), attention of heads up
+// to 128 wide (2), the rest (3), and attention of wider heads (4). A part takes less time and memory of the compiler.
+
+#if !defined(ISA_PART)
+#define ISA_PART 0
+#define LOCAL static
+#else
+#define LOCAL  // other parts call it
+#endif
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -13,9 +23,22 @@
 namespace ISA {
 #include "vectors.h"
 #include "layer.h"
+#include "tiles.h"
+#if ISA_PART == 0 || ISA_PART == 1
 #include "multiply.h"
 #include "linear.h"
+#else
+void linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int32_t ending, const Runs *runs,
+            int threads);
+void add_low_rank(int64_t number, int64_t inputs, int64_t outputs, const float *x, float *y, const Runs *runs,
+                  int64_t rows, int threads);
+#endif
+#if ISA_PART == 0 || ISA_PART == 2 || ISA_PART == 4
 #include "attention.h"
+#else
+void attend(const Attention *layer, const Pieces *pieces, const float *queries, int64_t stride, float *result, int threads);
+#endif
+#if ISA_PART == 0 || ISA_PART == 3
 #include "rotate.h"
 #include "choice.h"
 #include "walk.h"
@@ -30,5 +53,6 @@ extern const Native native = {ISA_NAME, linear, add_low_rank, norm<>, rotate, at
 extern const bool knows_tiles = true;
 #else
 extern const bool knows_tiles = false;
+#endif
 #endif
 }  // namespace ISA

@@ -25,6 +25,13 @@ static INLINE float sum_of(Floats x) {
     return x[0];
 }
 
+static INLINE Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
+
+// By its tanh approximation: x / 2 * (1 + tanh(u)) is x times the logistic function of 2u.
+static INLINE Floats gelu(Floats x) {
+    return x / (1.0f + exponential(x * (x * x * -0.0713548163f - 1.5957691216f)));
+}
+
 static const int64_t FEW = 16;  // rows that one thread is done with before another has come
 
 // ADDS: to what is there.

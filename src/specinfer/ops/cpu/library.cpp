@@ -12,11 +12,30 @@
 #define PUBLIC __attribute__((visibility("default")))
 #endif
 
-namespace portable { extern const Native native; }
+// A source install compiles portable code and the set of its processor, and names the latter; wheels have all sets.
+#if !defined(SOME_ISAS)
 #if defined(__x86_64__)
+#define WITH_avx2
+#define WITH_avx512
+#define WITH_avx512_vnni
+#define WITH_avx512_bf16
+#elif defined(__aarch64__)
+#define WITH_neon_dotprod
+#define WITH_neon_i8mm
+#endif
+#endif
+
+namespace portable { extern const Native native; }
+#if defined(WITH_avx2)
 namespace avx2 { extern const Native native; }
+#endif
+#if defined(WITH_avx512)
 namespace avx512 { extern const Native native; }
+#endif
+#if defined(WITH_avx512_vnni)
 namespace avx512_vnni { extern const Native native; }
+#endif
+#if defined(WITH_avx512_bf16)
 namespace avx512_bf16 {
 extern const Native native;
 extern const bool knows_tiles;
@@ -27,22 +46,46 @@ static const Native amx = [] {  // the same but for linear layers
     result.name = "AVX-512 VNNI BF16 AMX";
     return result;
 }();
-#elif defined(__aarch64__)
+
+static bool runs_amx() { return avx512_bf16::knows_tiles && has_amx(); }
+#endif
+#if defined(WITH_neon_dotprod)
 namespace neon_dotprod { extern const Native native; }
+#endif
+#if defined(WITH_neon_i8mm)
 namespace neon_i8mm { extern const Native native; }
 #endif
 
-static const Native *chosen() {
-#if defined(__x86_64__)
-    if (avx512_bf16::knows_tiles && has_amx()) return &amx;
-    if (has_avx512_bf16()) return &avx512_bf16::native;
-    if (has_avx512_vnni()) return &avx512_vnni::native;
-    if (has_avx512()) return &avx512::native;
-    if (has_avx2()) return &avx2::native;
-#elif defined(__aarch64__)
-    if (has_i8mm()) return &neon_i8mm::native;
-    if (has_dotprod()) return &neon_dotprod::native;
+struct InstructionSet {
+    const Native *native;
+    bool (*runs_here)();
+};
+
+static const InstructionSet sets[] = {  // best first
+#if defined(WITH_avx512_bf16)
+    {&amx, runs_amx}, {&avx512_bf16::native, has_avx512_bf16},
 #endif
+#if defined(WITH_avx512_vnni)
+    {&avx512_vnni::native, has_avx512_vnni},
+#endif
+#if defined(WITH_avx512)
+    {&avx512::native, has_avx512},
+#endif
+#if defined(WITH_avx2)
+    {&avx2::native, has_avx2},
+#endif
+#if defined(WITH_neon_i8mm)
+    {&neon_i8mm::native, has_i8mm},
+#endif
+#if defined(WITH_neon_dotprod)
+    {&neon_dotprod::native, has_dotprod},
+#endif
+    {&portable::native, [] { return true; }},
+};
+
+static const Native *chosen() {
+    for (const InstructionSet &set : sets)
+        if (set.runs_here()) return set.native;
     return &portable::native;
 }
 
@@ -186,23 +229,12 @@ PUBLIC const char *specinfer_name(void) { return native->name; }
 
 // Another instruction set than the best there is, for tests; 0 if this machine lacks it.
 PUBLIC int specinfer_use(const char *name) {
-    const Native *best = chosen();
-    const Native *all[] = {
-#if defined(__x86_64__)
-        &amx, &avx512_bf16::native, &avx512_vnni::native, &avx512::native, &avx2::native,
-#elif defined(__aarch64__)
-        &neon_i8mm::native, &neon_dotprod::native,
-#endif
-        &portable::native};
-    bool is_there = false;
-    for (const Native *one : all) {
-        is_there = is_there || one == best;
-        if (is_there && !strcmp(one->name, name)) {
-            native = one;
+    for (const InstructionSet &set : sets)
+        if (set.runs_here() && !strcmp(set.native->name, name)) {
+            native = set.native;
             has_tiles = strstr(name, "AMX");
             return 1;
         }
-    }
     return 0;
 }
 

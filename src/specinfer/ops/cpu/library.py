@@ -1,8 +1,6 @@
 """The compiled library: how it is found, checked, loaded and called."""
 
 import ctypes
-import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,32 +13,32 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 import torch
 
+from specinfer.core.errors import NativeCodeError
 from specinfer.core.systems import call_c, usable_cpus
 
 _LAYOUT = 32  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
+_REMEDY = "install the package again: from a wheel, or with a C++17 compiler (apt install g++, xcode-select --install)"
 _bytes_of: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-logger = logging.getLogger(__name__)
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """Load the library; return None if it is not built or not loadable, or if SPECINFER_NATIVE=0 disables it."""
-    if os.environ.get("SPECINFER_NATIVE", "1") == "0":
-        return None
+def library() -> ctypes.CDLL:
+    """Load the library.
+
+    Raises:
+        NativeCodeError: It was not built, cannot be loaded, or is of another version; with the remedy.
+    """
     places = (Path(__file__).parent / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES)
     built = next((place for place in places if place.is_file()), None)
     if built is None:
-        return None
+        raise NativeCodeError(f"SpecInfer's native code was not built; {_REMEDY}")
     try:
         loaded = ctypes.CDLL(str(built))
-        if (found := loaded.specinfer_layout()) != _LAYOUT:
-            logger.warning(
-                "native kernels are of another version (%d, not %d): install the package again", found, _LAYOUT
-            )
-            return None
+        if (version := loaded.specinfer_layout()) != _LAYOUT:
+            raise NativeCodeError(f"the native code {built} is of version {version}, not {_LAYOUT}; {_REMEDY}")
         pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         loaded.specinfer_name.restype = ctypes.c_char_p
         loaded.specinfer_use.argtypes = [ctypes.c_char_p]
@@ -70,8 +68,7 @@ def library() -> ctypes.CDLL | None:
         loaded.specinfer_draft.argtypes = [pointer, number]
         loaded.specinfer_see.argtypes = [pointer, size, size, size, pointer, pointer]
     except (OSError, AttributeError) as error:
-        logger.warning("native kernels cannot be used, models run as PyTorch has them: %s", error)
-        return None
+        raise NativeCodeError(f"the native code {built} cannot be loaded ({error}); {_REMEDY}") from error
     return loaded
 
 
@@ -120,15 +117,12 @@ def each_alone(function: Callable[[Item], Result], items: Iterable[Item]) -> lis
 
 def describe() -> str:
     """Return a description of the native kernels in use."""
-    loaded = library()
-    return "none" if loaded is None else str(loaded.specinfer_name().decode())
+    return str(library().specinfer_name().decode())
 
 
 def call(name: str, *arguments: int | float | None) -> None:
     """Call a function with addresses and sizes, on PyTorch's number of threads, but at most one per CPU."""
-    loaded = library()
-    assert loaded is not None
-    getattr(loaded, name)(*arguments, min(torch.get_num_threads(), _cpus(int(time.monotonic() / _CPUS_HOLD))))
+    getattr(library(), name)(*arguments, min(torch.get_num_threads(), _cpus(int(time.monotonic() / _CPUS_HOLD))))
 
 
 @lru_cache(maxsize=1)

@@ -114,13 +114,6 @@ static void make_ready(const float *x, int64_t inputs, int64_t rows, int64_t fro
             ready[k * rows + r] = k < inputs ? read<uint32_t>(x + r * inputs + k) : 0;
 }
 
-static INLINE Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
-
-// By its tanh approximation: x / 2 * (1 + tanh(u)) is x times the logistic function of 2u.
-static INLINE Floats gelu(Floats x) {
-    return x / (1.0f + exponential(x * (x * x * -0.0713548163f - 1.5957691216f)));
-}
-
 static INLINE bool is_gated(int ending) { return ending == GATED || ending == GATED_GELU; }
 
 static void finish(const float *sums, const float *bias, float *y, int64_t rows, int64_t first, int64_t outputs,
@@ -162,7 +155,7 @@ static float *zero_sums(int64_t rows) {
 
 // x: [rows][inputs]; y: [rows][stride], or half as many of a gated layer. room: 4 * rows * (depth + 2 * groups) bytes.
 // runs: rows with adapters, or null.
-static void linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int32_t ending,
+LOCAL void linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int32_t ending,
                    const Runs *runs, int threads) {
     const int type = layer->type;
     const bool dots = layer->dots;

@@ -119,7 +119,7 @@ static void fetch_up(const Linear *layer, int64_t panel, const Runs *runs) {
 }
 
 // y [rows][outputs] += what adapters add to a layer with inputs x, for layers that are not computed here.
-static void add_low_rank(int64_t number, int64_t inputs, int64_t outputs, const float *x, float *y, const Runs *runs,
+LOCAL void add_low_rank(int64_t number, int64_t inputs, int64_t outputs, const float *x, float *y, const Runs *runs,
                          int64_t rows, int threads) {
     Linear layer = {};
     layer.inputs = inputs;
