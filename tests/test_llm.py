@@ -233,12 +233,6 @@ def test_a_server_without_speculation_plans_for_latency_targets(folder: Path) ->
     assert outputs[0].metrics.speculative_decoding["reason"] == "tree off: plain decoding was asked for"
 
 
-@pytest.mark.parametrize("tree", ["", "0", "best-first:0", "best-first:2000", "2000", 3])
-def test_a_bad_tree_of_one_request(tree: Any) -> None:
-    with pytest.raises(ValueError, match=r"^tree: "):
-        SamplingParams(tree=tree)
-
-
 def test_the_reason_for_plain_decoding_is_part_of_the_metrics(folder: Path, small: Path, plain: LLM) -> None:
     def reason(llm: LLM, **params: Any) -> object:
         (output,) = llm.generate("the cat", SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | params)))
@@ -634,24 +628,16 @@ def test_no_tokenizer_no_text(model_folder: Callable[..., Path]) -> None:
 # ------------------------------------------------------------------------- options it refuses
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    *(({"tree": tree}, "tree") for tree in ("", "1,,2", "0", "1,0", "-1", "a", "1,1e9", "99999", "1,", ",", "1;2")),
-    *(({"tree": tree}, "tree") for tree in ("1.0", "10,10,10", "\u0661", "<", "auto,1", "off,1")),
-    *(({"tree": tree}, "tree") for tree in (3, [1, 2], (1,), True)),
-    *(({"drafters": names}, "drafters") for names in (["ngram", "ngram"], [""], ["ngram", ""], "")),
+    *(({"tree": tree}, "tree") for tree in ("", "1,0", 3, "best-first:0")),
+    *(({"drafters": names}, "drafters") for names in (["ngram", "ngram"], [""])),
     *(({"dtype": dtype}, "dtype") for dtype in ("int8", "", "fp32", "float64")),
     *(({"device": device}, "device") for device in ("tpu9", "", "gpu", "cuda:x")),
-    *(({"max_model_len": value}, "max_model_len") for value in (0, -2, 1.5, True, "256", 257, 10**9)),
-    *(({"max_num_seqs": value}, "max_num_seqs") for value in (0, -1, 2.0, False)),
-    *(({"max_num_batched_tokens": value}, "max_num_batched_tokens") for value in (0, -1, 2.0, True)),
+    *(({"max_model_len": value}, "max_model_len") for value in (0, 1.5, True, "256", 257, 10**9)),
+    *(({"max_num_seqs": 0}, "max_num_seqs"), ({"max_num_batched_tokens": 2.0}, "max_num_batched_tokens")),
     *(({"kv_cache_memory_bytes": value}, "kv_cache_memory_bytes") for value in (0, -1, 1e9, 1, 1000)),
-    *(({"seed": value}, "seed") for value in (-1, 2**63, 1.0, True)),
-    *(({"verification": value}, "verification") for value in ("", "typical")),
-    *(({"draft_sampling": value}, "draft_sampling must be one of auto, shared-noise") for value in ("", "best")),
-    *(
-        ({"verification": rule, "draft_sampling": "shared-noise"}, "draft_sampling: 'shared-noise' .* use .*top-k")
-        for rule in ("multi-step", "traversal", "target-only")
-    ),
-    *(({"tree": tree}, "tree: ") for tree in ("best-first", "best-first:0", "best-first:-1", "best-first:1000000")),
+    *(({"seed": 2**63}, "seed"), ({"verification": "typical"}, "verification")),
+    ({"draft_sampling": ""}, "draft_sampling must be one of auto, shared-noise"),
+    ({"verification": "traversal", "draft_sampling": "shared-noise"}, "draft_sampling: 'shared-noise' .* use .*top-k"),
     ({"drafters": [], "tree": "best-first:4"}, "tree: 'best-first:4' needs a drafter"),
 ]  # fmt: skip
 

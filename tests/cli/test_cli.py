@@ -300,61 +300,6 @@ def test_a_length_that_nobody_asked_for_ends_with_the_context(target: str, tmp_p
     assert run("generate", target, text, *words, "--max-tokens", "128").stdout == streamed_without_styles
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (("--top-p", "3"), "--top-p"),
-        (("--temperature", "nan"), "temperature"),
-        (("--max-tokens", "few"), "--max-tokens"),
-        (("--max-tokens", "0"), "--max-tokens"),
-        (("--n", "0"), "n must be"),
-        (("--stop-token-ids", "1,x"), "--stop-token-ids"),
-        (("--stop-token-ids", "999"), "--stop-token-ids"),
-        (("--logit-bias", "[1]"), "--logit-bias"),
-        (("--logit-bias", '{"5": 1000}'), "--logit-bias"),
-        (("--logit-bias", "{"), "--logit-bias"),
-        (("--allowed-token-ids", "x"), "--allowed-token-ids"),
-        (("--allowed-token-ids", ""), "--allowed-token-ids"),
-        (("--json-schema", "{"), "json"),
-        (("--json-schema", "/nowhere/at/all.json"), "--json-schema: no such file: /nowhere/at/all.json"),
-        (("--json-schema", "nowhere/schema"), "--json-schema: no such file: nowhere/schema"),
-        (("--json-schema", "schema.JSON"), "--json-schema: no such file: schema.JSON"),
-        (("--json-object", "--regex", "a"), "exactly one"),
-        (("--regex", "("), "regex"),
-        (("--choice", ""), "choice"),
-        (("--grammar", "x" * 3000), "grammar"),
-        (("--grammar", "nowhere.lark"), "--grammar: no such file: nowhere.lark"),
-        (("--prediction", "nowhere/at/all.txt"), "--prediction: no such file: nowhere/at/all.txt"),
-        (("--seed", "-1"), "seed"),
-        (("--dtype", "int3"), "dtype"),
-        (("--device", "toaster"), "device"),
-        (("--max-model-len", "100000"), "--max-model-len"),
-        (("--max-num-seqs", "0"), "--max-num-seqs"),
-        (("--kv-cache-memory-bytes", "5X"), "--kv-cache-memory-bytes"),
-        (("--kv-cache-memory-bytes", "1K"), "--kv-cache-memory-bytes"),
-        (("--tree", "2,0"), "tree"),
-        (("--verification", "hope"), "verification"),
-        (("--drafter", "none", "--drafter", "ngram"), "drafter"),
-        (("--drafter", "/nowhere/at/all"), "/nowhere/at/all"),
-        (("--speculative-config", "{"), "--speculative-config"),
-        (("--speculative-config", '{"draft": 1}'), "'draft'"),
-        (("--speculative-config", '{"method": "medusa"}'), "'medusa'"),
-        (("--speculative-config", '{"method": "ngram", "model": "x"}'), "ngram"),
-        (("--speculative-config", '{"method": "draft_model"}'), "model"),
-        (("--speculative-config", '{"prompt_lookup_max": 3, "prompt_lookup_min": 4}'), "prompt_lookup_max"),
-        (("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 0}'), "prompt_lookup_min"),
-        (("--speculative-config", '{"num_speculative_tokens": 0}'), "num_speculative_tokens"),
-        (("--speculative-config", '{"num_speculative_tokens": 2, "tree": "1"}'), "tree"),
-        (("--speculative-config", '{"tree": "1"}', "--tree", "2"), "--tree"),
-        (("--speculative-config", '{"method": "ngram"}', "--drafter", "ngram"), "--drafter"),
-        (("--file", "prompts.txt"), "file"),
-        (("--fast",), "--fast"),
-    ],
-)
-def test_a_bad_value_is_named_in_one_line(target: str, words: Sequence[str], part: str) -> None:
-    assert part in refusal("generate", target, "the", *words)
-
-
 @pytest.mark.parametrize(("size", "limits"), [("min", (5, 4)), ("max", (2, 1))])
 def test_one_ngram_size_that_contradicts_the_default_of_the_other(size: str, limits: tuple[int, int]) -> None:
     given = limits[0] if size == "min" else limits[1]

@@ -76,8 +76,37 @@ def refusal(*words: str, env: dict[str, str] | None = None) -> str:
         (("--speculative-config", "{'method': 'ngram'}"), "--speculative-config: not valid JSON: "),
         (("--logit-bias", "5:1"), """--logit-bias must be a JSON object, such as {"5": -100}, not '5:1'"""),
         (("--nnodes", "2", "--node-rank", "3", "--master-addr", "a"), "--node-rank"),
+        (("--temperature", "nan"), "--temperature must be a finite number"),
+        (("--n", "0"), "--n must be from 1 to 128"),
+        (("--stop-token-ids", "1,x"), "--stop-token-ids: 'x' is not a token id"),
+        (("--stop-token-ids", "99999"), "--stop-token-ids: token id 99999 is not in the vocabulary"),
+        (("--logit-bias", "{"), "--logit-bias: not valid JSON"),
+        (("--allowed-token-ids", ""), "--allowed-token-ids is empty"),
+        (("--json-schema", "{"), "--json-schema is not a valid JSON schema"),
+        *(((flag, name), f"{flag}: no such file: {name};") for flag, name in (
+            ("--json-schema", "nowhere/schema"), ("--json-schema", "schema.JSON"), ("--grammar", "nowhere.lark"),
+            ("--prediction", "nowhere/at/all.txt"),
+        )),
+        (("--choice", ""), "--choice must hold text"),
+        (("--grammar", "x" * 3000), "--grammar: cannot be read"),
+        (("--max-model-len", "100000"), "--max-model-len: 100000 is more than the model's"),
+        (("--kv-cache-memory-bytes", "1K"), "--max-model-len: one request of 1024 tokens needs"),
+        (("--drafter", "none", "--drafter", "ngram"), "--drafter: none stands alone"),
+        *((("--speculative-config", config), f"--speculative-config: {start}") for config, start in (
+            ('{"draft": 1}', "key 'draft' is not known"), ('{"method": "medusa"}', "method 'medusa'"),
+            ('{"method": "ngram", "model": "x"}', 'method "ngram" has no model'),
+            ('{"method": "draft_model"}', "method 'draft_model' needs a model"),
+            ('{"method": "ngram", "prompt_lookup_min": 0}', "prompt_lookup_min must be from 1 to 64"),
+            ('{"prompt_lookup_max": 3, "prompt_lookup_min": 4}', "prompt_lookup_min, "),
+            ('{"num_speculative_tokens": 0}', "num_speculative_tokens must be from 1"),
+            ('{"num_speculative_tokens": 2, "tree": "1"}', "tree and num_speculative_tokens both"),
+        )),
+        (("--speculative-config", '{"tree": "1"}', "--tree", "2"), "--speculative-config: it and --tree both choose"),
+        (("--speculative-config", '{"method": "ngram"}', "--drafter", "ngram"), "--speculative-config: it and --d"),
+        (("--file", "prompts.txt"), "--file: prompts are given as arguments too"),
+        (("--fast",), "No such option: --fast"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_flag_as_typed(words: tuple[str, ...], start: str) -> None:
     assert refusal("generate", "demo", "the", *words).startswith(start)
 

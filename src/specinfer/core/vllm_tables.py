@@ -205,9 +205,6 @@ METHODS: Mapping[str, str] = {
     "custom_class": "code of a caller is not a drafter; name a model, or use ngram or suffix",
     "extract_hidden_states": "hidden states are not returned; leave it out",
 }
-_SAME_METHOD = {"ngram_gpu": "ngram"}
-_WITH_MODEL = ("mtp", "gemma4_mtp")  # MTP methods that may have a model of their own, an assistant
-_OF_MODELS = ("draft_model", "eagle", "eagle3", "dflash", "dspark")  # methods with a model, whose files say its kind
 _SIMULATED = "acceptance is never simulated; leave it out"
 _STORE = "suffix keeps what fits into its own limit of tokens, and tree limits the depth"
 SPECULATIVE: Mapping[str, VllmName] = {
