@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specinfer.core.parallel_config import Place
-from specinfer.parallel.host_group import HostGroup
+from specinfer.parallel.group import HostGroup
 from specinfer.parallel.rendezvous import join_rendezvous
 
 _WARMUP, _COUNT = 20, 200

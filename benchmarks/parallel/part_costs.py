@@ -6,7 +6,7 @@ from torch import Tensor
 from specinfer.drafters.base import Drafter
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
-from specinfer.parallel.shard_spec import ShardSpec
+from specinfer.parallel.group import ShardSpec
 from specinfer.policy.cost_measurement import measure_costs
 from specinfer.policy.curves import Curve
 

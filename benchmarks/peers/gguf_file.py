@@ -21,7 +21,7 @@ from benchmarks.process import WorkerError
 from specinfer.model.definition import load_config
 from specinfer.model.gguf.config import gguf_sources
 from specinfer.model.gguf.folder import weights_file
-from specinfer.model.gguf.rope import llama3_factors
+from specinfer.model.gguf.metadata import llama3_factors
 
 Reader = Callable[[], Tensor]
 

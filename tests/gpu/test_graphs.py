@@ -13,7 +13,7 @@ from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.graphs.sizes import loaded_sizes
 from specinfer.model.load import load_model
-from specinfer.model.routed_experts import RoutedExperts
+from specinfer.model.quantized_experts import RoutedExperts
 from specinfer.model.runner import ModelRunner
 from tiny import FAMILIES, random_prompts
 

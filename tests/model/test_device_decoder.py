@@ -20,8 +20,7 @@ from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import SmallModelDrafter
 from specinfer.model.batch import ForwardBatch, Piece
 from specinfer.model.folder import find_folder
-from specinfer.model.graphs.capture import Graphs
-from specinfer.model.graphs.synchronization import SynchronizationCheck
+from specinfer.model.graphs.capture import Graphs, SynchronizationCheck
 from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.layers import device as device_decoder
 from specinfer.model.layers.device import DeviceDecoder, can_fuse_on_device

@@ -27,8 +27,7 @@ from specinfer.model.load import load_model
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.probe import probe
 from specinfer.model.runner import ModelRunner
-from specinfer.parallel.group import Alone
-from specinfer.parallel.shard_spec import ShardSpec
+from specinfer.parallel.group import Alone, ShardSpec
 from thread_group import ThreadGroup
 from tiny import GEMMA_4, make_model
 

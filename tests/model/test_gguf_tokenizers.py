@@ -14,7 +14,7 @@ from specinfer.model.definition import load_tokenizer
 from specinfer.model.folder import find_folder
 from specinfer.model.gguf.header import read_header
 from specinfer.model.gguf.split_rules import SPLITS
-from specinfer.model.gguf.vocabulary import end_token_ids
+from specinfer.model.gguf.tokenizer import end_token_ids
 
 _FACTS = [
     json.loads(line)

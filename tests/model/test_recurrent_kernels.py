@@ -18,7 +18,7 @@ from specinfer.drafters import SmallModelDrafter
 from specinfer.model.batch import Piece
 from specinfer.model.load import load_model
 from specinfer.model.recurrent.layers import is_recurrent
-from specinfer.model.recurrent.short_conv import ShortConv
+from specinfer.model.recurrent.linear import ShortConv
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import layer_ops
 from specinfer.ops.cpu.recurrence import ConvolutionCall, RecurrenceCall
@@ -71,7 +71,7 @@ def test_what_kernels_read_is_on_the_device(
     loaded = load_model(model_folder(family), torch.bfloat16, torch.device("cpu"), native=False)
     model = loaded.model.to(meta)
     for module in model.modules():  # made when the model was loaded
-        module.__dict__.pop("_calls", None)
+        module.__dict__.pop("calls", None)
         module.__dict__.pop("_call", None)
     runner, calls = ModelRunner(replace(loaded, device=meta), 64), Counter[str]()
 

@@ -19,7 +19,7 @@ from specinfer.drafters import SmallModelDrafter
 from specinfer.model.batch import Piece
 from specinfer.model.capacity import bytes_per_token, num_states, plan_capacity
 from specinfer.model.load import load_model
-from specinfer.model.recurrent.kimi_delta import KimiDelta
+from specinfer.model.recurrent.delta import KimiDelta
 from specinfer.model.recurrent.layers import kept_states
 from specinfer.model.recurrent.scan import Scan, parents_of
 from specinfer.model.recurrent.states import RecurrentStates

@@ -9,12 +9,12 @@ import torch
 
 from gguf_files import write_model
 from quantized_files import quantized_model
-from specinfer.model import linears, routed_experts
+from specinfer.model import linears
+from specinfer.model import quantized_experts as routed_experts
 from specinfer.model.folder import find_folder
 from specinfer.model.load import load_model
 from specinfer.model.load_config import LoadConfig
-from specinfer.model.quantized_experts import QuantizedExperts, quantize_experts
-from specinfer.model.routed_experts import RoutedExperts, round_experts
+from specinfer.model.quantized_experts import QuantizedExperts, RoutedExperts, quantize_experts, round_experts
 from specinfer.model.runner import ModelRunner
 from specinfer.ops.quantization import BITS
 from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized

@@ -23,11 +23,9 @@ from specinfer.model.load import load_model
 from specinfer.model.sharding.shard_runner import ShardRunner
 from specinfer.parallel import ranks
 from specinfer.parallel.device_group import DeviceGroup, each_has_a_gpu
-from specinfer.parallel.group import Group
-from specinfer.parallel.host_group import HostGroup
+from specinfer.parallel.group import Group, HostGroup
 from specinfer.parallel.ranks import Connections
-from specinfer.parallel.rendezvous import Rendezvous, join_rendezvous
-from specinfer.parallel.store import as_torch_store
+from specinfer.parallel.rendezvous import Rendezvous, as_torch_store, join_rendezvous
 from thread_group import Ranks as ThreadRanks
 from thread_group import at_once, passes
 from tiny import save_model

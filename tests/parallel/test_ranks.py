@@ -20,7 +20,7 @@ from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter
 from specinfer.model import target
 from specinfer.model.offload.budget import available_bytes
 from specinfer.model.target import TargetConfig, connect_devices, load_shard, with_rank_budget
-from specinfer.parallel.shard_spec import ShardSpec
+from specinfer.parallel.group import ShardSpec
 from tiny import random_prompts, save_model, save_tokenizer
 from worlds import SETTINGS, await_that, free_port, is_alive, listening_places, make_cluster_cert, workers
 

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from specinfer.cli.app import app
 from specinfer.core.parallel_config import ParallelConfig, Place, find_place
-from specinfer.parallel.host_group import HostGroup
-from specinfer.parallel.messages import Channel
+from specinfer.parallel.group import Channel, HostGroup
 from specinfer.parallel.processes import share_cores
 from specinfer.parallel.ranks import Ranks
 from specinfer.parallel.rendezvous import join_rendezvous

@@ -23,8 +23,7 @@ import torch.distributed as torch_distributed
 from specinfer import LLM, SamplingParams
 from specinfer.core.parallel_config import Place, make_tls
 from specinfer.parallel import links
-from specinfer.parallel.host_group import HostGroup
-from specinfer.parallel.messages import Channel
+from specinfer.parallel.group import Channel, HostGroup
 from specinfer.parallel.rendezvous import join_rendezvous
 from specinfer.parallel.sender import LinkError, shut
 from tiny import random_prompts, save_model, save_tokenizer

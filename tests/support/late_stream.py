@@ -17,9 +17,9 @@ from specinfer.engine.device.launch import Marks
 from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.state import Exchange
+from specinfer.model.graphs.buffers import InputBlock
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.graph_runner import GraphRunner
-from specinfer.model.graphs.input_block import InputBlock
 from specinfer.model.graphs.sizes import Size
 from specinfer.model.graphs.slot_table import SlotTable
 from specinfer.model.kv_tensors import KVTensors

@@ -17,8 +17,7 @@ from specinfer.model.forward import forward
 from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.ops import AdapterTable
-from specinfer.parallel.group import Alone
-from specinfer.parallel.shard_spec import ShardSpec
+from specinfer.parallel.group import Alone, ShardSpec
 from tiny import random_prompts
 
 WHOLE = (1, 1)

@@ -13,8 +13,7 @@ from typing import Any
 
 from specinfer import LLM
 from specinfer.core.parallel_config import Place
-from specinfer.parallel.host_group import HostGroup
-from specinfer.parallel.messages import Channel
+from specinfer.parallel.group import Channel, HostGroup
 from specinfer.parallel.rendezvous import join_rendezvous
 
 SETTINGS: dict[str, Any] = {

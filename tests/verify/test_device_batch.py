@@ -19,7 +19,7 @@ from specinfer import SamplingParams, StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import Request
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
-from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
+from specinfer.model.graphs.capture import SynchronizationCheck, SynchronizationError
 from specinfer.model.load import LoadedModel
 from specinfer.ops import tree_ops
 from specinfer.ops.cpu import transfers

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from specinfer.core.sampling import SamplingParams
     from specinfer.inputs.arguments import Prompt
     from specinfer.llm import LLM
-    from specinfer.model.offload.layer_stream import LayerStream
+    from specinfer.model.offload.streamed_layer import LayerStream
     from specinfer.policy.rule_choice import RuleChoice
 
 TARGET_COLOR = "yellow"

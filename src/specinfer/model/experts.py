@@ -11,8 +11,16 @@ from specinfer.model.cut import Cut
 from specinfer.model.layers.packing import together
 from specinfer.model.offload.checkpoint import Checkpoint
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
-from specinfer.model.quantized_experts import Expert, QuantizedExperts, first_of, matrix_of, opened, opening_of
-from specinfer.model.routed_experts import Weight, routed
+from specinfer.model.quantized_experts import (
+    Expert,
+    QuantizedExperts,
+    Weight,
+    first_of,
+    matrix_of,
+    opened,
+    opening_of,
+    routed,
+)
 from specinfer.model.stacked_source import STACKED
 from specinfer.ops import GATES, Ending, LinearCall, Panels, QuantizedWeight
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.model.quantized_experts import plain_linear, quantize_experts
-from specinfer.model.routed_experts import round_experts
+from specinfer.model.quantized_experts import plain_linear, quantize_experts, round_experts
 from specinfer.ops import Float8Linear, QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from specinfer.ops.quantization import BITS
 from specinfer.ops.quantized_linear import joined_bias

@@ -32,8 +32,8 @@ from specinfer.model.layers.native import NativeLayers
 from specinfer.model.linears import cut_head, make_linears_plain, quantize_linears
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.budget import release_freed_memory
-from specinfer.model.offload.kv_scales import with_scales
-from specinfer.model.offload.layer_stream import LayerStream
+from specinfer.model.offload.shards import with_scales
+from specinfer.model.offload.streamed_layer import LayerStream
 from specinfer.model.probe import probe
 from specinfer.model.quantized_experts import QuantizedExperts
 from specinfer.model.recurrent.layers import check_stages
@@ -41,7 +41,7 @@ from specinfer.model.shard_definition import BuiltModel, read_shard, rounding_of
 from specinfer.model.sharding.shard import connect_shards, rank_layers
 from specinfer.model.streamed import load_streamed
 from specinfer.ops import PackedLinear, QuantizedEmbedding, QuantizedLinear, pack_linears
-from specinfer.parallel.shard_spec import ShardSpec
+from specinfer.parallel.group import ShardSpec
 
 logger = logging.getLogger(__name__)
 # These have weights that are not parameters.

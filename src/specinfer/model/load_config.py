@@ -14,7 +14,7 @@ from specinfer.model.layers.routing import has_numbers
 from specinfer.ops.cpu.library import library
 from specinfer.ops.quantization import BITS
 from specinfer.ops.triton import why_not_on
-from specinfer.parallel.shard_spec import ShardSpec
+from specinfer.parallel.group import ShardSpec
 
 
 @dataclass(frozen=True, slots=True)

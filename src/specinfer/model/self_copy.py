@@ -10,7 +10,7 @@ from specinfer.core.lookups import SELF_DRAFTERS
 from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model, num_bytes_of
 from specinfer.model.offload.budget import Budget
-from specinfer.model.offload.layer_stream import LayerStream
+from specinfer.model.offload.streamed_layer import LayerStream
 from specinfer.model.recurrent.layers import is_hybrid
 
 USUAL_COPY = "self:int4"

@@ -16,9 +16,9 @@ from specinfer.model.experts import place_experts
 from specinfer.model.linears import layer_names, place_codes, rounds_experts
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.checkpoint import Checkpoint, layer_number
-from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.meta_weights import origin_of
 from specinfer.model.offload.shards import has_safetensors, has_usual_names
+from specinfer.model.offload.streamed_layer import LayerStream
 from specinfer.model.probe import Probe
 from specinfer.model.sharding.shard import shard_model
 from specinfer.model.sharding.tensor_parallel import Split

@@ -1,5 +1,6 @@
 """StackedSource: matrices of experts, each stored for itself, as the one weight that definitions have them in."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
-from specinfer.model.cut import Cut
 from specinfer.ops import QuantizedWeight
 
 EXPERT = re.compile(
@@ -62,13 +62,6 @@ class StackedSource:
             expert.copy_(found.T if found.ndim > 1 and self.is_transposed else found)
         return result
 
-    def read_part(self, cut: Cut) -> Tensor:
-        """Read a part of the weight."""
-        return cut.of(self.read())
-
-    def parts(self, cut: Cut | None) -> None:
-        """Return None: no part is stored in the form used for computing, see `Source.parts`."""
-
     @property
     def has_codes(self) -> bool:
         """True if our kernels take the codes of each expert's matrix as they are, and all experts are stored alike."""
@@ -112,18 +105,26 @@ def stacked(sources: Mapping[str, Any], *, is_transposed: bool) -> dict[str, Any
     matches = {name: EXPERT.fullmatch(name) for name in sources}
     has_gates = any(kind_of(match) == "gate" for match in matches.values() if match)
     stacks: dict[str, dict[int, dict[str, Any]]] = {}
+    written: dict[str, dict[str, re.Match[str]]] = {}  # a name of each kind of matrix
     for name, source in sources.items():
         if (match := matches[name]) is None:
             result[name] = source
         else:
-            experts = stacks.setdefault(stack_name(match, has_gates=has_gates), {})
-            experts.setdefault(int(match["number"]), {})[kind_of(match)] = source
+            stack = stack_name(match, has_gates=has_gates)
+            stacks.setdefault(stack, {}).setdefault(int(match["number"]), {})[kind_of(match)] = source
+            written.setdefault(stack, {})[kind_of(match)] = match
     for name, experts in stacks.items():
-        each = [dict(sorted(parts.items())) for _, parts in sorted(experts.items())]  # gates before values
-        shapes = {source.shape for parts in each for source in parts.values()}
-        if max(experts) >= len(experts) or len(shapes) > 1 or len({tuple(parts) for parts in each}) > 1:
-            raise ModelError(f"model: matrices of {name} are missing, or of several shapes; fetch the model again")
-        result[name] = StackedSource([list(parts.values()) for parts in each], is_transposed)
+        kinds = sorted(written[name])  # gates before values
+        last = min(max(experts), len(experts))  # a missing one comes before it
+        for number, kind in itertools.product(range(1 + last), kinds):
+            if kind not in experts.get(number, {}):
+                match = written[name][kind]
+                missing = f"{match['layer']}.{number}.{match['kind']}.{match['end']}"
+                raise ModelError(f"model: tensor {missing} is missing; fetch the model again")
+        each = [[experts[number][kind] for kind in kinds] for number in range(len(experts))]
+        if len({source.shape for parts in each for source in parts}) > 1:
+            raise ModelError(f"model: matrices of {name} are of several shapes; fetch the model again")
+        result[name] = StackedSource(each, is_transposed)
     return result
 
 

@@ -20,11 +20,10 @@ from specinfer.model.offload.buffer_layout import BufferLayout, ConvertedLayer, 
 from specinfer.model.offload.checkpoint import Checkpoint, needs_copy
 from specinfer.model.offload.copy import open_copy
 from specinfer.model.offload.device_stream import DeviceStream
-from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.meta_weights import origin_of
-from specinfer.model.offload.shards import Source
+from specinfer.model.offload.shards import Source, parts_of
 from specinfer.model.offload.stream import Stream
-from specinfer.model.offload.streamed_layer import StreamedLayer
+from specinfer.model.offload.streamed_layer import LayerStream, StreamedLayer
 from specinfer.model.offload.transfer import CudaTransfer
 from specinfer.model.probe import Probe, probe
 from specinfer.model.quantized_experts import QuantizedExperts
@@ -165,7 +164,7 @@ def _convert(
     sources = checkpoint.shards.sources
 
     def found(origins: Sequence[_Origin]) -> list[Source] | None:
-        parts = [None if origin is None else sources[origin[0]].parts(origin[1]) for origin in origins]
+        parts = [None if origin is None else parts_of(sources[origin[0]], origin[1]) for origin in origins]
         known = [part for part in parts if part is not None]
         return [source for part in known for source in part] if len(known) == len(parts) else None
 

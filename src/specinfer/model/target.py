@@ -18,8 +18,8 @@ from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassCapacity, settle, usual_budget
+from specinfer.parallel.group import ShardSpec
 from specinfer.parallel.ranks import Connections
-from specinfer.parallel.shard_spec import ShardSpec
 
 
 @dataclass(frozen=True, slots=True)

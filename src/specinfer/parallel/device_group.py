@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.parallel_config import Place
-from specinfer.parallel.group import Group
-from specinfer.parallel.host_group import Traffic, sum_in_order
+from specinfer.parallel.group import Group, Traffic, sum_in_order
 
 _MAX_PENDING = 8  # messages to one rank that may be in transfer
 

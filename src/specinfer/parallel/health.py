@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from specinfer.parallel.store import Store
+from specinfer.parallel.rendezvous import Store
 
 logger = logging.getLogger(__name__)
 

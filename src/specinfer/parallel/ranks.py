@@ -16,12 +16,10 @@ from torch import Tensor
 from specinfer.core.errors import RanksError
 from specinfer.core.parallel_config import ParallelConfig, Place, find_place
 from specinfer.parallel.device_group import DeviceGroup, each_has_a_gpu
+from specinfer.parallel.group import Channel, HostGroup, ShardSpec, Traffic
 from specinfer.parallel.health import BEAT_SECONDS, STALE_BEATS, HeartbeatMonitor
-from specinfer.parallel.host_group import HostGroup, Traffic
-from specinfer.parallel.messages import Channel
 from specinfer.parallel.processes import Processes, share_cores
 from specinfer.parallel.rendezvous import Rendezvous, has_nccl, join_rendezvous
-from specinfer.parallel.shard_spec import ShardSpec
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from specinfer.model.definition import load_config, outline
 from specinfer.model.folder import weight_shapes
 from specinfer.model.recurrent.layers import has_stages, num_attending, replace_layers, slot_numbers, state_bytes
-from specinfer.parallel.shard_spec import ShardSpec
+from specinfer.parallel.group import ShardSpec
 from specinfer.planning.network import Floats, Link
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve

@@ -22,13 +22,13 @@ from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import Processing
 from specinfer.model.batch import Piece
 from specinfer.model.definition import load_plain
+from specinfer.model.graphs.capture import SynchronizationCheck
 from specinfer.model.graphs.sizes import MAX_STATES
-from specinfer.model.graphs.synchronization import SynchronizationCheck
 from specinfer.model.heads import block, eagle3
 from specinfer.model.layers import device as device_decoder
 from specinfer.model.load import load_model
 from specinfer.model.recurrent.layers import is_recurrent, state_bytes
-from specinfer.model.recurrent.short_conv import ShortConv
+from specinfer.model.recurrent.linear import ShortConv
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import layer_ops, tree_ops
 from specinfer.ops.chance_table import DRAWN, ChanceTable

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from specinfer.model.graphs import capture, synchronization
-from specinfer.model.graphs.capture import CaptureError, Graphs, make_graphs
-from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
+from specinfer.model.graphs import capture
+from specinfer.model.graphs import capture as synchronization
+from specinfer.model.graphs.capture import CaptureError, Graphs, SynchronizationCheck, SynchronizationError, make_graphs
 
 GPU = torch.device("cuda", 0)
 

@@ -30,13 +30,18 @@ from specinfer.model.batch import Piece
 from specinfer.model.capacity import plan_capacity
 from specinfer.model.forward import forward
 from specinfer.model.graphs import check
-from specinfer.model.graphs.buffers import Buffers
-from specinfer.model.graphs.capture import CaptureError, Graphs, Program, make_graphs
+from specinfer.model.graphs.buffers import Buffers, InputBlock
+from specinfer.model.graphs.capture import (
+    CaptureError,
+    Graphs,
+    Program,
+    SynchronizationCheck,
+    SynchronizationError,
+    make_graphs,
+)
 from specinfer.model.graphs.graph_runner import GraphRunner
-from specinfer.model.graphs.input_block import InputBlock
 from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, TOKENS, Size, at_least, is_chain, loaded_sizes
 from specinfer.model.graphs.slot_table import SlotTable
-from specinfer.model.graphs.synchronization import SynchronizationCheck, SynchronizationError
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.kv_tensors import KVTensors, bytes_per_slot
 from specinfer.model.layers.device import DeviceDecoder
@@ -461,7 +466,7 @@ def test_programs_take_nothing_from_the_host(
     there = torch.device("meta")
     loaded.model.to(there)
     for module in loaded.model.modules():  # made when the model was loaded
-        module.__dict__.pop("_calls", None)
+        module.__dict__.pop("calls", None)
         module.__dict__.pop("_call", None)
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any, **features: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ from specinfer.model.capacity import plan_capacity
 from specinfer.model.load import LoadedModel
 from specinfer.model.offload import budget as budget_module
 from specinfer.model.offload.budget import Budget, PassCapacity
-from specinfer.model.offload.layer_stream import LayerStream
+from specinfer.model.offload.streamed_layer import LayerStream
 from specinfer.model.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)

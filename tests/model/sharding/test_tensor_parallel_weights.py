@@ -15,7 +15,7 @@ from specinfer.model.load import load_model
 from specinfer.model.offload.direct import DirectFile
 from specinfer.model.offload.shards import Shards
 from specinfer.ops import QuantizedLinear
-from specinfer.parallel.shard_spec import ShardSpec
+from specinfer.parallel.group import ShardSpec
 from thread_group import WHOLE, Ranks, make_shards
 from tiny import save_model
 

@@ -31,7 +31,7 @@ from specinfer.model.definition import load_tokenizer
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
 from specinfer.model.sharding.worker import is_broken
-from specinfer.parallel.messages import Channel
+from specinfer.parallel.group import Channel
 from specinfer.verify import Acceptance
 
 _JOIN_SECONDS = 3.0

@@ -11,11 +11,10 @@ import torch
 from gguf import GGMLQuantizationType
 
 from specinfer.model.gguf.families import FAMILIES
-from specinfer.model.gguf.families.plan_parts import Family
+from specinfer.model.gguf.families.parts import Family
 from specinfer.model.gguf.header import GgufError, GgufHeader, TensorPlace, read_header
-from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
-from specinfer.model.gguf.rope import LLAMA3, LONGROPE
-from specinfer.model.gguf.vocabulary import token_id
+from specinfer.model.gguf.metadata import LLAMA3, LONGROPE, TAKE_ANOTHER, Metadata
+from specinfer.model.gguf.tokenizer import token_id
 from specinfer.model.gguf.weights import GgufSource, JoinedSource, Weight, read_tensor
 from specinfer.model.stacked_source import StackedSource, stacked
 
@@ -43,7 +42,7 @@ def read_config(header: GgufHeader) -> dict[str, Any]:
     if "token_embd.weight" not in header.tensors:
         raise meta.error("the tensor 'token_embd.weight' is missing")
     fields = _common_fields(meta)
-    fields |= FAMILIES[arch].read_fields(meta, fields)
+    fields |= FAMILIES[arch].fields(meta, fields)
     if meta.get("nextn_predict_layers", int, 0) and _mtp_plan(header, fields):
         fields["num_nextn_predict_layers"] = 1  # the first is read, and drafts all levels
     _check_tensors(meta, fields["num_hidden_layers"], _plan(header, fields))

@@ -17,8 +17,7 @@ from specinfer.core.files import cache_folder
 from specinfer.hub.files import GGUF_LINK, TEMPLATE_FOLDER
 from specinfer.model.gguf.config import read_config
 from specinfer.model.gguf.header import GgufError, GgufHeader, read_header
-from specinfer.model.gguf.tokenizer import build_tokenizer
-from specinfer.model.gguf.vocabulary import end_token_ids
+from specinfer.model.gguf.tokenizer import build_tokenizer, end_token_ids
 
 WEIGHTS = GGUF_LINK
 _FORMAT = 4  # of the written files; a new number creates all folders again

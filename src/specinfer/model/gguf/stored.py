@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
-from specinfer.model.gguf.families.plan_parts import Family, Fields
+from specinfer.model.gguf.families.parts import Family, Fields
 from specinfer.model.gguf.weights import Weight, in_pairs
 from specinfer.model.stacked_source import EXPERT, kind_of, stack_name
 

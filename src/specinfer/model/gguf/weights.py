@@ -10,7 +10,6 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from specinfer.model.cut import Cut
 from specinfer.model.gguf import blocks
 from specinfer.model.gguf.header import TensorPlace
 from specinfer.ops import QuantizedWeight
@@ -144,13 +143,6 @@ class GgufSource:
             weight = replace(weight, scales=weight.scales * self.place.factor)
         return self.place.kind.name, weight.with_inputs(self.weight.inputs) if self.weight.inputs else weight
 
-    def read_part(self, cut: Cut) -> Tensor:
-        """Read a part of the weight."""
-        return cut.of(self.read())
-
-    def parts(self, cut: Cut | None) -> None:
-        """Return None: no part is stored in the file in the form used for computing, see `Source.parts`."""
-
 
 @dataclass(frozen=True, slots=True)
 class JoinedSource:
@@ -192,13 +184,6 @@ class JoinedSource:
     def codes(self) -> tuple[str, QuantizedWeight]:
         """Read the whole weight as it is stored, and return its type's name, too."""
         return _joined([piece.codes() for piece in self.pieces])
-
-    def read_part(self, cut: Cut) -> Tensor:
-        """Read a part of the weight."""
-        return cut.of(self.read())
-
-    def parts(self, cut: Cut | None) -> None:
-        """Return None: no part is stored in the file in the form used for computing, see `Source.parts`."""
 
 
 def _joined(stored: Sequence[tuple[str, QuantizedWeight]]) -> tuple[str, QuantizedWeight]:

@@ -18,9 +18,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from specinfer.core.errors import ModelError
 from specinfer.model.gguf.config import EXACT, read_config
 from specinfer.model.gguf.families import FAMILIES
-from specinfer.model.gguf.families.plan_parts import Family
+from specinfer.model.gguf.families.parts import Family
 from specinfer.model.gguf.header import GgufHeader, TensorPlace
-from specinfer.model.gguf.rope import LLAMA3, LONGROPE, llama3_factors
+from specinfer.model.gguf.metadata import LLAMA3, LONGROPE, llama3_factors
 from specinfer.model.gguf.rounding import fitting, rounded
 from specinfer.model.gguf.stored import MTP_COPIES, StoredTensors, mtp_names
 from specinfer.model.gguf.tokenizer_writing import refusal, tokenizer_metadata
@@ -86,7 +86,7 @@ def write_gguf(
     _check_names(tensors)
     kinds = {stored: _kind_of(stored, shape, kind, layers) for stored, shape in tensors.shapes.items()}
     rotations = _rotations(fields)
-    keys = _keys(fields) | family.keys(fields) | {"block_count": layers}
+    keys = _keys(fields) | family.metadata(fields) | {"block_count": layers}
     if tensors.num_mtp_layers:
         keys["nextn_predict_layers"] = tensors.num_mtp_layers
     metadata = {f"{arch}.{key}": value for key, value in keys.items()}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from specinfer.model.batch import ForwardBatch, KVStore, Piece
-from specinfer.model.graphs.input_block import InputBlock
 from specinfer.model.graphs.sizes import Size
 from specinfer.model.graphs.slot_table import Change, SlotTable
 from specinfer.model.recurrent.scan import PaddedScan, Scan
@@ -24,6 +23,31 @@ _SCAN = "scan_"  # before the names of the tensors of a `ScanOrder`
 _OF_REQUESTS = ("starts", "ends", "first_rows", "first_places")  # -1 for those that are not there, without tokens
 _OF_SCANNED = ("slots", "origins", "places", "rows", "results")
 _TYPES: dict[type[np.generic], torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32}
+
+
+class InputBlock:
+    """Bytes that are written on the host and sent to the device in one copy, which nobody waits for.
+
+    Attributes:
+        host, there: [num_bytes] uint8, the first pinned for a GPU.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self.there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if is_cuda else None
+
+    def wait(self) -> None:
+        """Wait until the last copy has read the host's bytes, so that they may be written again."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def send(self, num_bytes: int) -> None:
+        """Send the first bytes, in order with the other work of the device."""
+        self.there[:num_bytes].copy_(self.host[:num_bytes], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 class Buffers:

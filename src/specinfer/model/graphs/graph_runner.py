@@ -19,9 +19,8 @@ from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, progress_of
 from specinfer.model.batch import Piece, pack, runs_of
 from specinfer.model.forward import forward
-from specinfer.model.graphs.buffers import Buffers
+from specinfer.model.graphs.buffers import Buffers, InputBlock
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
-from specinfer.model.graphs.input_block import InputBlock
 from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, TOKENS, Size, at_least, loaded_sizes, power_of_two
 from specinfer.model.graphs.slot_table import SlotTable
 from specinfer.model.kv_cache import Slots

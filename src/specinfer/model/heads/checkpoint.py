@@ -2,7 +2,8 @@
 
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.hub.files import PICKLE, read_object
+from specinfer.hub.files import PICKLE, read_object, verifier_of
 from specinfer.model.offload.checkpoint import is_finite
 
 _LAYERS = ("llama", "qwen2", "qwen3")  # families of heads' own layers
@@ -208,3 +209,38 @@ def _read_tensors(folder: Path, *, is_mapped: bool = False) -> dict[str, Tensor]
             "safetensors"
         ) from error
     raise ModelError(f"drafters: {folder} has neither model.safetensors nor {PICKLE}; fetch the drafter again")
+
+
+_TASK = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")  # targets with and without a vision tower are one family
+
+
+def check_stated_target(checkpoint: HeadCheckpoint, config: Any) -> None:
+    """Check the sizes and the architecture that a head's configuration states against its target's configuration.
+
+    Raises:
+        ModelError: The head was trained for another target.
+    """
+    fields, text = checkpoint.fields, config.get_text_config()
+    for name, own in (("target_hidden_size", text.hidden_size), ("num_target_layers", text.num_hidden_layers)):
+        if fields.get(name) not in (None, own):
+            raise _other_target(checkpoint, name, fields[name], own)
+    wanted, own = verifier_of(fields).get("architectures") or (), config.architectures or ()
+    if wanted and own and not _has_common_family(wanted, own):
+        raise _other_target(checkpoint, "verifier.architectures", ", ".join(map(str, wanted)), ", ".join(own))
+
+
+def _has_common_family(wanted: Iterable[object], own: Iterable[object]) -> bool:
+    """Return whether two are one family, perhaps with and without a vision tower: Mistral3 and Mistral."""
+    pairs = product(map(_family, wanted), map(_family, own))
+    return any(one.startswith(other) or other.startswith(one) for one, other in pairs)
+
+
+def _family(architecture: object) -> str:
+    return _TASK.sub("", str(architecture))
+
+
+def _other_target(checkpoint: HeadCheckpoint, name: str, stated: object, own: object) -> ModelError:
+    return ModelError(
+        f"drafters: {name} in config.json of {checkpoint.folder} is {stated}, and the target's is {own}; take a "
+        "drafter that was trained for this target"
+    )

@@ -15,9 +15,8 @@ from specinfer.model.families import REPLACED
 from specinfer.model.folder import read_weight
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.block import BlockHead
-from specinfer.model.heads.checkpoint import HeadCheckpoint, tensor_names
+from specinfer.model.heads.checkpoint import HeadCheckpoint, check_stated_target, tensor_names
 from specinfer.model.heads.eagle3 import Eagle3Head
-from specinfer.model.heads.fit import check_stated_target
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
 from specinfer.model.heads.mtp import load_mtp
 from specinfer.model.heads.pair import EagleHead

@@ -6,7 +6,7 @@ is in `pair.py`; the decoder layer is of the target's own family.
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ from specinfer.model.heads.checkpoint import HeadCheckpoint, TensorSource
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
 from specinfer.model.heads.pair import Normed, PairHead
 from specinfer.model.offload.shards import Shards
+from specinfer.model.stacked_source import stacked
 
 logger = logging.getLogger(__name__)
 _RENAMED = {"pre_mlp_layernorm": "post_attention_layernorm", "self_attn.attention_sink_bias": "self_attn.sinks"}
-_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 
 class Layout(NamedTuple):
@@ -121,7 +121,11 @@ class MtpCheckpoint(HeadCheckpoint):
     ) -> None:
         self._config = load_config(folder).get_text_config()
         self.layout, self.prefix = _find_layout(folder, sources, self._config.num_hidden_layers)
-        super().__init__(folder, dtype, device, _with_stacks(self._own(sources)))
+        try:
+            tensors = stacked(self._own(sources), is_transposed=False)
+        except ModelError as error:
+            raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
+        super().__init__(folder, dtype, device, tensors)
         if (count := len({found[0] for name in sources if (found := re.match(self.layout.numbered, name))})) > 1:
             logger.info("%s has %d MTP layers; the first drafts all levels", folder, count)
 
@@ -153,42 +157,6 @@ class MtpCheckpoint(HeadCheckpoint):
         }
         changes = {name: value for name, value in of_one.items() if fields.get(name) is not None}
         return fields | changes | {"model_type": self._config.model_type}
-
-
-class _Stack(NamedTuple):
-    """The experts' matrices of a layer as one tensor.
-
-    Attributes:
-        parts: [experts] matrices that are concatenated for each expert.
-    """
-
-    parts: Sequence[Sequence[TensorSource]]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        rows = sum(one.shape[0] for one in self.parts[0])
-        return len(self.parts), rows, *self.parts[0][0].shape[1:]
-
-    def read(self) -> Tensor:
-        return torch.stack([torch.cat([one.read() for one in parts]) for parts in self.parts])
-
-
-def _with_stacks(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-    """Return tensors with those of all experts together, as transformers has them."""
-    matches = {name: _EXPERT.match(name) for name in tensors}
-    experts = {(found[1], int(found[2]), found[3]): tensors[name] for name, found in matches.items() if found}
-    stacked = {name: one for name, one in tensors.items() if not matches[name]}
-    for place in {place for place, _, _ in experts}:
-        count = 1 + max(number for at, number, _ in experts if at == place)
-        for name, kinds in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
-            try:
-                parts = [[experts[place, i, kind] for kind in kinds] for i in range(count)]
-            except KeyError as error:
-                _, number, kind = error.args[0]
-                missing = f"{place}.{number}.{kind}_proj.weight"
-                raise ModelError(f"drafters: tensor {missing} is missing; fetch the model again") from error
-            stacked[f"{place}.{name}"] = _Stack(parts)
-    return stacked
 
 
 def _find_layout(folder: Path, names: Mapping[str, TensorSource], num_layers: int) -> tuple[Layout, str]:

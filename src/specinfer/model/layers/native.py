@@ -26,8 +26,8 @@ from specinfer.model.layers.plan import (
 )
 from specinfer.model.layers.routing import HALVES, OF_INPUTS, UNGATED, can_fuse_experts, experts_of
 from specinfer.model.linears import ROUTER
-from specinfer.model.offload.layer_stream import LayerStream
 from specinfer.model.offload.meta_weights import origin_of
+from specinfer.model.offload.streamed_layer import LayerStream
 from specinfer.model.recurrent.scan import Scan
 from specinfer.model.sharding.placeholder import Placeholder
 from specinfer.ops import (

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from specinfer.core.systems import call_c, installed_memory
-from specinfer.model.offload.layer_stream import LayerStream
+from specinfer.model.offload.streamed_layer import LayerStream
 
 _ALL = "two layers, the cache, embeddings and head"
 _SHARE = 0.8  # of the available memory

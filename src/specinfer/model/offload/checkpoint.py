@@ -17,7 +17,7 @@ from specinfer.model.cut import Cut
 from specinfer.model.gguf import folder as gguf_folder
 from specinfer.model.offload.buffer_layout import set_tensor
 from specinfer.model.offload.meta_weights import MetaWeight, origin_of
-from specinfer.model.offload.shards import Shards
+from specinfer.model.offload.shards import Shards, read_part
 from specinfer.model.stacked_source import StackedSource
 from specinfer.ops import QuantizedWeight, float8
 
@@ -202,8 +202,7 @@ class Checkpoint:
         if (origin := origin_of(tensor)) is None:
             found = self._made(name)
         else:
-            whole, cut = self.shards.sources[origin[0]], origin[1]
-            found = (whole.read() if cut is None else whole.read_part(cut)).to(tensor.dtype)
+            found = read_part(self.shards.sources[origin[0]], origin[1]).to(tensor.dtype)
         if found.is_floating_point() and not is_finite(found):
             folder = gguf_folder.origin_of(self.folder)
             raise ModelError(f"model: weight {name} of {folder} has NaN or infinity; fetch the model again")

@@ -1,11 +1,13 @@
-"""The place of each weight in a model's files: those of safetensors, or one GGUF file.
+"""The place of each weight in a model's files: those of safetensors, or one GGUF file; and scales for keys and values.
 
 A safetensors file consists of eight bytes with the header's length, a JSON header with each tensor's type, shape and
 place, and the data.
 """
 
 import json
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,10 +20,12 @@ from specinfer.model.cut import Cut
 from specinfer.model.gguf.config import gguf_sources
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.gguf.weights import GgufSource, JoinedSource
+from specinfer.model.kv_tensors import LayerShape
 from specinfer.model.offload.direct import CHUNK, DirectFile, padded_size, pages
 from specinfer.model.quantized.sources import DecodedSource, is_quantized, with_decoded
 from specinfer.model.stacked_source import StackedSource
 from specinfer.ops import QuantizedWeight
+from specinfer.ops.kv_types import KVScales
 
 _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -112,6 +116,23 @@ class Source:
             rows = range(done, min(done + step, self.shape[0]))
             result[rows.start : rows.stop] = cut.of(self.rows(rows).read())
         return result
+
+
+def read_part(source: Any, cut: Cut | None) -> Tensor:
+    """Read a source, or the part of it that a cut leaves; parts of quantized weights are cut once they are decoded.
+
+    Raises:
+        WeightsError: The file cannot be read.
+    """
+    if cut is None:
+        whole: Tensor = source.read()
+        return whole
+    return source.read_part(cut) if isinstance(source, Source) else cut.of(source.read())
+
+
+def parts_of(source: Any, cut: Cut | None) -> list[Source] | None:
+    """Return the sources of the parts that a cut leaves, as they are used for computing; None where there are none."""
+    return source.parts(cut) if isinstance(source, Source) else None
 
 
 def _allocate(num_bytes: int) -> Tensor:
@@ -238,3 +259,38 @@ def _source(file: DirectFile, entry: dict[str, Any], start: int) -> Source:
     if end - begin != torch.Size(shape).numel() * dtype.itemsize or not 0 <= begin <= end <= file.size - start:
         raise ValueError("a tensor's place does not fit its shape")
     return Source(file, start + begin, shape, dtype, end - begin)
+
+
+# `kv_scale` is the older name, of both. It may be of the attention, or of a linear layer in it.
+_NAME = re.compile(r"\blayers\.(\d+)\.(?:\w+\.)+(k|v|kv)_scale")
+
+
+def with_scales(shapes: Sequence[LayerShape], folder: Path, layers: range) -> tuple[LayerShape, ...]:
+    """Return the shapes of these layers with the scales of a checkpoint; where it has none, they are 1.
+
+    Raises:
+        ModelError: A scale is not a single number above 0.
+    """
+    if len(shapes) != len(layers) or not is_quantized(folder):
+        return tuple(shapes)
+    found: dict[int, dict[str, float]] = {}
+    with Shards(folder) as shards:
+        for name, source in shards.sources.items():
+            if (match := _NAME.fullmatch(name.removeprefix("model."))) is None or int(match[1]) not in layers:
+                continue
+            numbers = source.read().flatten().float()
+            if len(numbers) != 1:
+                raise ModelError(f"model: {name} has {len(numbers)} numbers, and only one for a whole layer is read")
+            scale = float(numbers[0])
+            if scale > 0 and math.isfinite(scale):  # others stand for none
+                found.setdefault(int(match[1]), {})[match[2]] = scale
+    return tuple(
+        replace(shape, scales=_scales(found[layer])) if layer in found else shape
+        for shape, layer in zip(shapes, layers, strict=True)
+    )
+
+
+def _scales(found: dict[str, float]) -> KVScales:
+    """Return a layer's scales; one alone is that of keys and of values."""
+    key, value = (found.get(kind, found.get("kv")) for kind in ("k", "v"))
+    return KVScales(key or value or 1.0, value or key or 1.0)

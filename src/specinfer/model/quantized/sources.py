@@ -11,7 +11,6 @@ from torch import Tensor
 
 from specinfer.core.errors import ModelError
 from specinfer.hub.files import already_quantized, quantization_settings, read_object
-from specinfer.model.cut import Cut
 from specinfer.model.quantized.floats import GPT_OSS
 from specinfer.model.quantized.format import Format, Tensors
 from specinfer.model.quantized.formats import choose, find_formats
@@ -97,13 +96,6 @@ class DecodedSource:
             raise ModelError(
                 f"model: quantized weights of {self.layer} give {shape}, not {self.shape}; fetch the model again"
             )
-
-    def read_part(self, cut: Cut) -> Tensor:
-        """Read a part of the weight."""
-        return cut.of(self.read())
-
-    def parts(self, cut: Cut | None) -> None:
-        """Return None: no part is stored in the form used for computing, see `Source.parts`."""
 
 
 def with_decoded(sources: Mapping[str, Any], folder: Path, dtype: torch.dtype | None) -> dict[str, Any]:

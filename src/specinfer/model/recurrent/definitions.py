@@ -6,27 +6,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from specinfer.model.batch import ForwardBatch
+from specinfer.model.recurrent.mixer import Adopted
 
 
-def adopt(module: nn.Module, layer: nn.Module) -> None:
-    """Give a module the submodules of the one that it replaces, by the same names, but for activations."""
-    for name, child in layer.named_children():
-        if name != "act":
-            module.add_module(name, child)
-
-
-class Lfm2Layer(nn.Module):
+class Lfm2Layer(Adopted):
     """A loaded decoder layer of LFM2, with attention or a short convolution."""
 
-    self_attn: nn.Module
-    conv: nn.Module
-    operator_norm: nn.Module
-    feed_forward: nn.Module
-    ffn_norm: nn.Module
-
     def __init__(self, layer: Any) -> None:
-        super().__init__()
-        adopt(self, layer)
+        super().__init__(layer)
         self.is_attention_layer: bool = layer.is_attention_layer
 
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **more: Any) -> Tensor:
@@ -40,15 +27,11 @@ class Lfm2Layer(nn.Module):
         return out
 
 
-class MixerLayer(nn.Module):
+class MixerLayer(Adopted):
     """A loaded decoder layer with one norm and one mixer: of Nemotron-H, Mamba, Falcon-Mamba or Mamba-2."""
 
-    norm: nn.Module
-    mixer: nn.Module
-
     def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.norm, self.mixer = layer.norm, layer.mixer
+        super().__init__(layer)
         # Nemotron-H's blocks may also be attention, an MLP or experts.
         self.block_type = getattr(layer, "block_type", "linear_attention")
         self.residual_in_fp32 = not hasattr(layer, "block_type") and bool(layer.residual_in_fp32)
@@ -67,17 +50,8 @@ class MixerLayer(nn.Module):
         return out
 
 
-class JambaMambaLayer(nn.Module):
+class JambaMambaLayer(Adopted):
     """A loaded decoder layer of Jamba without attention."""
-
-    mamba: nn.Module
-    feed_forward: nn.Module
-    input_layernorm: nn.Module
-    pre_ff_layernorm: nn.Module
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        adopt(self, layer)
 
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
         mixed = self.mamba(self.input_layernorm(hidden_states), forward_batch=forward_batch)
@@ -86,18 +60,11 @@ class JambaMambaLayer(nn.Module):
         return out
 
 
-class FalconH1Layer(nn.Module):
+class FalconH1Layer(Adopted):
     """A loaded decoder layer of Falcon-H1, with attention and a Mamba-2 layer side by side."""
 
-    mamba: nn.Module
-    self_attn: nn.Module
-    feed_forward: nn.Module
-    input_layernorm: nn.Module
-    pre_ff_layernorm: nn.Module
-
     def __init__(self, layer: Any) -> None:
-        super().__init__()
-        adopt(self, layer)
+        super().__init__(layer)
         self.in_factor: float = layer.attention_in_multiplier
         self.out_factor: float = layer.attn_out_multiplier
         self.recurrent_factor: float = layer.ssm_out_multiplier

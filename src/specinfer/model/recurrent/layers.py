@@ -16,13 +16,10 @@ from specinfer.model.recurrent.definitions import (
     MambaModel,
     MixerLayer,
 )
-from specinfer.model.recurrent.gated_delta import GatedDelta
-from specinfer.model.recurrent.kimi_delta import KimiDelta
-from specinfer.model.recurrent.lightning import Lightning
-from specinfer.model.recurrent.mamba import Mamba
-from specinfer.model.recurrent.mamba2 import Mamba2
-from specinfer.model.recurrent.rg_lru import RgLru
-from specinfer.model.recurrent.short_conv import ShortConv
+from specinfer.model.recurrent.delta import GatedDelta, KimiDelta
+from specinfer.model.recurrent.linear import Lightning, RgLru, ShortConv
+from specinfer.model.recurrent.mamba import Mamba, Mamba2
+from specinfer.model.recurrent.mixer import Mixer
 from specinfer.model.recurrent.states import RecurrentStates
 
 # By class name, because a definition is imported only when a model of its family is loaded.
@@ -162,7 +159,7 @@ def is_hybrid(model: nn.Module) -> bool:
 
 def is_recurrent(module: nn.Module) -> bool:
     """Return whether a module is a layer, or a part of one, that replaces one without attention."""
-    return isinstance(module, tuple(set(_REPLACED.values())))
+    return isinstance(module, Mixer)
 
 
 def num_taps(model: nn.Module) -> int:
@@ -207,9 +204,8 @@ def _types(config: Any) -> list[str]:
 
 
 def _state_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    kinds = tuple(set(_REPLACED.values()) - {ShortConv})
-    layers: list[Any] = [one for one in model.modules() if isinstance(one, kinds)]
-    return {one.layer_idx: one.state_shape for one in layers}
+    mixers = [one for one in model.modules() if isinstance(one, Mixer)]
+    return {one.layer_idx: shape for one in mixers if (shape := one.state_shape) is not None}
 
 
 def kept_states(model: nn.Module, num_states: int, num_slots: int, device: torch.device) -> RecurrentStates:

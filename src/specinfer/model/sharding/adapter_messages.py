@@ -17,7 +17,7 @@ from specinfer.model.adapters.peft_folder import Pair, Shape
 from specinfer.model.adapters.sites import AdapterSites
 from specinfer.model.load import LoadedModel
 from specinfer.ops import AdapterTable
-from specinfer.parallel.messages import Channel
+from specinfer.parallel.group import Channel
 from specinfer.parallel.ranks import Ranks
 
 _WORD = 4  # bytes of a number in a message

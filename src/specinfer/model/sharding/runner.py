@@ -22,7 +22,7 @@ from specinfer.model.sharding.shard_runner import ShardRunner, describe_shard
 from specinfer.model.sharding.wire import PieceWriter
 from specinfer.model.sharding.worker import Command, is_broken
 from specinfer.model.target import TargetConfig, connect_devices, load_shard
-from specinfer.parallel.host_group import Traffic
+from specinfer.parallel.group import Traffic
 from specinfer.parallel.ranks import Ranks
 
 

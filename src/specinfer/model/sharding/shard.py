@@ -10,7 +10,7 @@ from specinfer.model.recurrent.layers import check_stages
 from specinfer.model.sharding.split_plan import Heads
 from specinfer.model.sharding.stage import make_stage
 from specinfer.model.sharding.tensor_parallel import Split, split_layers, sum_over_ranks
-from specinfer.parallel.shard_spec import ShardSpec
+from specinfer.parallel.group import ShardSpec
 
 
 def rank_layers(config: Any, shard: ShardSpec) -> range:

@@ -18,7 +18,7 @@ from specinfer.model.offload.buffer_layout import set_tensor
 from specinfer.model.offload.meta_weights import MetaWeight
 from specinfer.model.quantized_experts import can_quantize_experts
 from specinfer.model.recurrent.layers import is_recurrent
-from specinfer.model.recurrent.split import Block
+from specinfer.model.recurrent.mixer import Block
 from specinfer.model.sharding.joined_norm import JoinedNorm
 from specinfer.model.sharding.split_plan import Heads, Kind, plan_of
 from specinfer.ops.quantization import BITS

@@ -29,8 +29,8 @@ from specinfer.model.target import (
     settle_shard,
     with_rank_budget,
 )
+from specinfer.parallel.group import Channel
 from specinfer.parallel.health import Heartbeat, error_key
-from specinfer.parallel.messages import Channel
 from specinfer.parallel.ranks import Connections
 from specinfer.parallel.rendezvous import join_rendezvous
 from specinfer.parallel.sender import LinkError

@@ -6,7 +6,7 @@ In those of Qwen3.5, the heads of values are in another order than in checkpoint
 another one of each, and so on.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,20 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.model.gguf.families.plan_parts import (
-    HEAD_NORMS,
-    Family,
-    Fields,
-    Plan,
-    around_mtp,
-    attention,
-    attention_fields,
-    experts,
-    gated,
-    in_layer,
-    norms,
-    outside,
-)
+from specinfer.model.gguf.families import parts
+from specinfer.model.gguf.families.parts import HEAD_NORMS, Family, Fields, Has, Key, Plan
 from specinfer.model.gguf.metadata import Metadata
 from specinfer.model.gguf.weights import Weight
 
@@ -37,8 +25,7 @@ _SECTIONS = "rope.dimension_sections"
 _DEFAULT_INTERVAL = 4  # one in this many layers has attention
 
 
-def dense_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
-    """Return the fields of a dense model's config.json."""
+def _dense_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     return {
         "model_type": "qwen3_5_text",
         "architectures": ["Qwen3_5ForCausalLM"],
@@ -47,28 +34,24 @@ def dense_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     }
 
 
-def moe_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
-    """Return the fields of config.json of a model with experts."""
+def _moe_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     return {
         "model_type": "qwen3_5_moe_text",
         "architectures": ["Qwen3_5MoeForCausalLM"],
         **meta.experts("num_experts"),
-        "moe_intermediate_size": meta.size("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": meta.size("expert_shared_feed_forward_length"),
         **_fields(meta, common),
     }
 
 
-def next_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
+def _next_fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     """Return the fields of Qwen3-Next; some that Qwen3.5 does not know are those of all its models."""
-    width = meta.get("feed_forward_length", int) and meta.size("feed_forward_length")
-    own: dict[str, Any] = {
-        "intermediate_size": width,
+    return {
+        **_moe_fields(meta, common),
+        "intermediate_size": meta.get("feed_forward_length", int) and meta.size("feed_forward_length"),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "norm_topk_prob": True,
     }
-    return {**moe_fields(meta, common), **own}
 
 
 def _fields(meta: Metadata, common: Fields) -> dict[str, Any]:
@@ -82,23 +65,27 @@ def _fields(meta: Metadata, common: Fields) -> dict[str, Any]:
     else:
         is_recurrent = meta.sizes("attention.recurrent_layers", num_layers)
     return {
-        **attention_fields(meta, common),
+        **parts.attention_fields(meta, common),
         "layer_types": ["linear_attention" if one else "full_attention" for one in is_recurrent],
-        "linear_conv_kernel_dim": meta.size("ssm.conv_kernel"),
-        "linear_key_head_dim": meta.size("ssm.state_size"),
         "linear_value_head_dim": inner // heads,
-        "linear_num_key_heads": keys,
         "linear_num_value_heads": heads,
     }
+
+
+_NUMBERS = (
+    Key("ssm.conv_kernel", "linear_conv_kernel_dim"),
+    Key("ssm.state_size", "linear_key_head_dim"),
+    Key("ssm.group_count", "linear_num_key_heads"),
+)
+_OF_EXPERTS = (
+    *_NUMBERS, parts.EXPERT_WIDTH, Key("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+)  # fmt: skip
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
     values = fields["linear_num_value_heads"]
     return {
         "full_attention_interval": [*fields["layer_types"], "full_attention"].index("full_attention") + 1,
-        "ssm.conv_kernel": fields["linear_conv_kernel_dim"],
-        "ssm.state_size": fields["linear_key_head_dim"],
-        "ssm.group_count": fields["linear_num_key_heads"],
         "ssm.time_step_rank": values,
         "ssm.inner_size": values * fields["linear_value_head_dim"],
     }
@@ -112,50 +99,43 @@ def _qwen35_keys(fields: Fields) -> dict[str, Any]:
     return {**_keys(fields), _SECTIONS: [*rope.get("mrope_section", usual), 0]}
 
 
-def plan(fields: Fields, names: Collection[str], *, layer: Callable[[Fields, bool], Plan]) -> Plan:
-    """Yield the tensors of a model.
+def _layer(fields: Fields, number: int, has: Has, *, mixer: Callable[[Fields, bool], Plan]) -> Plan:
+    """Yield the tensors of a layer.
 
     Args:
-        layer: Function that yields those of a layer without attention; its second argument is whether the file has
+        mixer: Function that yields those of a layer without attention; its second argument is whether the file has
             `ssm_in`.
     """
-    yield from outside(fields, less=1.0)
-    for i, kind in enumerate(fields["layer_types"]):
-        yield from in_layer(i, norms(_NORMS, fields["hidden_size"], 1.0))
-        if kind == "full_attention":
-            yield from in_layer(i, _attention(fields))
-        else:
-            yield from in_layer(i, layer(fields, f"blk.{i}.ssm_in.weight" in names))
-        yield from in_layer(i, _mlp(fields, f"blk.{i}.ffn_gate_up_exps.weight" in names))
+    yield from parts.norms(_NORMS, fields["hidden_size"], 1.0)
+    if fields["layer_types"][number] == "full_attention":
+        yield from _attention(fields)
+    else:
+        yield from mixer(fields, has("ssm_in"))
+    yield from _mlp(fields, has("ffn_gate_up_exps"))
 
 
 def _mtp(fields: Fields) -> Plan:
     names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.fc")
-    yield from around_mtp(fields, names, 1.0)
-    parts = (norms(_NORMS, fields["hidden_size"], 1.0), _attention(fields), _mlp(fields, are_joined=False))
-    for stored, one in chain(*parts):
+    yield from parts.around_mtp(fields, names, 1.0)
+    layer = (parts.norms(_NORMS, fields["hidden_size"], 1.0), _attention(fields), _mlp(fields, are_joined=False))
+    for stored, one in chain(*layer):
         yield f"blk.{fields['num_hidden_layers']}.{stored}", replace(one, name=f"mtp.layers.0.{one.name}")
 
 
 def _attention(fields: Fields) -> Plan:
-    yield from attention(fields, per_head=2)
-    yield from norms(HEAD_NORMS, fields["head_dim"], 1.0)
+    yield from parts.attention(fields, per_head=2)
+    yield from parts.norms(HEAD_NORMS, fields["head_dim"], 1.0)
 
 
 def _mlp(fields: Fields, are_joined: bool) -> Plan:
-    if "num_experts" in fields:
-        yield from _experts(fields, are_joined)
-    else:
-        yield from gated("mlp", fields["hidden_size"], fields["intermediate_size"])
-
-
-def _experts(fields: Fields, are_joined: bool) -> Plan:
-    hidden, count, width = fields["hidden_size"], fields["num_experts"], fields["moe_intermediate_size"]
-    yield "ffn_gate_inp.weight", Weight("mlp.gate.weight", (count, hidden))
+    if "num_experts" not in fields:
+        yield from parts.mlp(fields)
+        return
+    hidden, width = fields["hidden_size"], fields["moe_intermediate_size"]
     yield "ffn_gate_inp_shexp.weight", Weight("mlp.shared_expert_gate.weight", (1, hidden))
-    yield from gated("mlp.shared_expert", hidden, fields["shared_expert_intermediate_size"], end="_shexp")
+    yield from parts.gated("mlp.shared_expert", hidden, fields["shared_expert_intermediate_size"], end="_shexp")
     halves = {"ffn_gate_exps.weight": slice(None, width), "ffn_up_exps.weight": slice(width, None)}
-    for stored, one in experts("mlp.experts", hidden, width, count):
+    for stored, one in parts.experts(fields, fields["num_experts"], width):
         if are_joined and stored in halves:
             half = partial(_part, rows=halves[stored])
             yield "ffn_gate_up_exps.weight", replace(one, stored=(2 * width, hidden), order=half)
@@ -163,7 +143,7 @@ def _experts(fields: Fields, are_joined: bool) -> Plan:
             yield stored, one
 
 
-def qwen3_5_layer(fields: Fields, _has_all_in_one: bool) -> Plan:
+def _qwen3_5_mixer(fields: Fields, _has_all_in_one: bool) -> Plan:
     """Yield the tensors of a layer without attention of Qwen3.5."""
     keys, values, hidden = fields["linear_num_key_heads"], fields["linear_num_value_heads"], fields["hidden_size"]
     repeats, dim = values // keys, fields["linear_value_head_dim"]
@@ -187,7 +167,7 @@ def qwen3_5_layer(fields: Fields, _has_all_in_one: bool) -> Plan:
         yield stored, one
 
 
-def qwen3_next_layer(fields: Fields, has_all_in_one: bool) -> Plan:
+def _qwen3_next_mixer(fields: Fields, has_all_in_one: bool) -> Plan:
     """Yield the tensors of a layer without attention of Qwen3-Next.
 
     Args:
@@ -259,19 +239,17 @@ def _heads_of_parts(stored: Tensor, heads: int, sizes: Sequence[int]) -> Tensor:
     return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1)
 
 
+_OF_NEXT = partial(_layer, mixer=_qwen3_next_mixer)
+_OF_3_5 = partial(_layer, mixer=_qwen3_5_mixer)
+_NEXT = Family(
+    _next_fields, _OF_NEXT, _OF_EXPERTS, lambda fields, _: parts.outside(fields, less=1.0), stacks_experts=False,
+    written=("qwen3_next",), keys=_keys, mtp=_mtp,
+)  # fmt: skip
+_MOE = _NEXT._replace(read_fields=_moe_fields, layer=_OF_3_5, written=("qwen3_5_moe_text",), keys=_qwen35_keys)
 FAMILIES = {
-    "qwen3next": Family(
-        next_fields, partial(plan, layer=qwen3_next_layer), False, written=("qwen3_next",), keys=_keys, mtp=_mtp
+    "qwen3next": _NEXT,
+    "qwen35": _MOE._replace(
+        read_fields=_dense_fields, numbers=_NUMBERS, written=("qwen3_5_text",), stacks_experts=True
     ),
-    "qwen35": Family(
-        dense_fields, partial(plan, layer=qwen3_5_layer), written=("qwen3_5_text",), keys=_qwen35_keys, mtp=_mtp
-    ),
-    "qwen35moe": Family(
-        moe_fields,
-        partial(plan, layer=qwen3_5_layer),
-        False,
-        written=("qwen3_5_moe_text",),
-        keys=_qwen35_keys,
-        mtp=_mtp,
-    ),
+    "qwen35moe": _MOE,
 }

@@ -6,18 +6,45 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata
-from specinfer.model.gguf.rope import read_rope
+from specinfer.model.gguf.metadata import TAKE_ANOTHER, Metadata, read_rope
 from specinfer.model.gguf.weights import Weight
 
 Fields = Mapping[str, Any]
 Plan = Iterator[tuple[str, Weight]]
+Has = Callable[[str], bool]  # of a name within a layer, without ".weight": whether the file has the tensor
 GATED = ("gate_proj", "up_proj", "down_proj")
 GRANITE_GATED = ("input_linear", "input_linear", "output_linear")  # gates and values are one matrix
 QKV = ("attn_q", "attn_k", "attn_v", "attn_output")
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 SIGMOID = 2  # llama.cpp's number of the function that routers choose by
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+WINDOW = "attention.sliding_window"
+
+
+class Key(NamedTuple):
+    """A value of the metadata that config.json has as a field.
+
+    Attributes:
+        stored: Name in the file, after that of the architecture.
+        field: Name in config.json.
+        default: Value of files without it, or None if they must have it. Its type is that of the value: a number of at
+            least 1, one above 0, or a truth value.
+    """
+
+    stored: str
+    field: str
+    default: float | None = None
+
+    def read(self, meta: Metadata) -> Any:
+        if isinstance(self.default, bool):
+            return meta.get(self.stored, bool, self.default)
+        if isinstance(self.default, float):
+            return meta.positive(self.stored, self.default)
+        return meta.size(self.stored, self.default)
+
+    def written(self, fields: Fields) -> Any:
+        value = fields.get(self.field)
+        return float(value) if isinstance(self.default, float) and value is not None else value
 
 
 class Family(NamedTuple):
@@ -25,14 +52,18 @@ class Family(NamedTuple):
 
     Attributes:
         read_fields: Function of the metadata, and of the fields of config.json that all architectures share, that
-            returns the others.
-        plan: Function of all fields, and of the names of the file's tensors.
+            returns the others but for `numbers`.
+        layer: Function of all fields, of a layer's number, and of which tensors the file has of it, that yields its
+            tensors by their names within the layer.
+        numbers: Values that the metadata and config.json have alike.
+        outside: Function of all fields, and of the names of the file's tensors, that yields those outside of layers.
+        layers: Name of the list of layers in the model.
         stacks_experts: Whether experts become stacks as in the definition, see `StackedSource`; or each is a weight
             of its own, as in checkpoints.
         transposes_experts: Whether these stacks are transposed, and have gates next to values; or gates before values.
         written: transformers' model types that are written as this architecture; " with experts" follows where some
             layers are experts alone.
-        keys: Function of the fields of config.json that returns the metadata of this architecture alone, see
+        keys: Function of the fields of config.json that returns the other metadata of this architecture alone, see
             `writing.py`. None is not written.
         renamed: Function of the definition's weights that returns them by the plan's names, where these are others.
         mtp: Function of all fields that yields the tensors of the first MTP layer, after the last one of the model
@@ -40,13 +71,31 @@ class Family(NamedTuple):
     """
 
     read_fields: Callable[[Metadata, Fields], dict[str, Any]]
-    plan: Callable[[Fields, Collection[str]], Plan]
+    layer: Callable[[Fields, int, Has], Plan]
+    numbers: tuple[Key, ...] = ()
+    outside: Callable[[Fields, Collection[str]], Plan] = lambda fields, _: outside(fields)
+    layers: str = "model.layers"
     stacks_experts: bool = True
     transposes_experts: bool = False
     written: tuple[str, ...] = ()
     keys: Callable[[Fields], dict[str, Any]] = lambda _: {}
     renamed: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda weights: weights
     mtp: Callable[[Fields], Plan] | None = None
+
+    def fields(self, meta: Metadata, common: Fields) -> dict[str, Any]:
+        """Return the fields of config.json that this architecture has in addition to the common ones."""
+        return {key.field: key.read(meta) for key in self.numbers} | self.read_fields(meta, common)
+
+    def plan(self, fields: Fields, names: Collection[str]) -> Plan:
+        """Yield the tensors of a model; `names` are those of the file's tensors."""
+        yield from self.outside(fields, names)
+        for i in range(fields["num_hidden_layers"]):
+            layer = self.layer(fields, i, lambda stored, i=i: f"blk.{i}.{stored}.weight" in names)  # type: ignore[misc]
+            yield from in_layer(i, layer, self.layers)
+
+    def metadata(self, fields: Fields) -> dict[str, Any]:
+        """Return the metadata that this architecture has in addition to the common ones."""
+        return {key.stored: key.written(fields) for key in self.numbers} | self.keys(fields)
 
 
 def in_layer(number: int, pairs: Iterable[tuple[str, Weight]], layers: str = "model.layers") -> Plan:
@@ -56,12 +105,16 @@ def in_layer(number: int, pairs: Iterable[tuple[str, Weight]], layers: str = "mo
 
 
 def outside(
-    fields: Fields, embeddings: str = "model.embed_tokens", norm: str = "model.norm", less: float = 0.0
+    fields: Fields,
+    embeddings: str = "model.embed_tokens",
+    norm: str = "model.norm",
+    less: float = 0.0,
+    stored_norm: str = "output_norm",
 ) -> Plan:
     """Yield the tensors outside of layers."""
     vocab, hidden = fields["vocab_size"], fields["hidden_size"]
     yield "token_embd.weight", Weight(f"{embeddings}.weight", (vocab, hidden))
-    yield "output_norm.weight", Weight(f"{norm}.weight", (hidden,), less=less)
+    yield f"{stored_norm}.weight", Weight(f"{norm}.weight", (hidden,), less=less)
     if not fields["tie_word_embeddings"]:
         yield "output.weight", Weight("lm_head.weight", (vocab, hidden))
 
@@ -135,30 +188,28 @@ def whole_fields(
     }
 
 
-_MULTIPLIERS = {
-    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
-}  # fmt: skip
-
-
-def multipliers(meta: Metadata) -> dict[str, float]:
-    """Return the factors of Granite's definition."""
-    return {name: meta.positive(stored, 1.0) for name, stored in _MULTIPLIERS.items()}
-
-
-def granite_fields(meta: Metadata, common: Fields, family: str, model_class: str) -> dict[str, Any]:
-    """Return the fields of config.json that Granite has with and without experts."""
-    return {**whole_fields(meta, common, family, model_class), **multipliers(meta)}
-
-
-def multiplier_keys(fields: Fields) -> dict[str, Any]:
-    """Return the metadata of the factors of Granite's definition."""
-    return {stored: float(fields[name]) for name, stored in _MULTIPLIERS.items()}
+# The factors of Granite's definition.
+MULTIPLIERS = (
+    Key("attention.scale", "attention_multiplier", 1.0),
+    Key("embedding_scale", "embedding_multiplier", 1.0),
+    Key("residual_scale", "residual_multiplier", 1.0),
+    Key("logit_scale", "logits_scaling", 1.0),
+)
+EXPERT_WIDTH = Key("expert_feed_forward_length", "moe_intermediate_size")
+EXPERT_SCALE = Key("expert_weights_scale", "routed_scaling_factor", 1.0)
 
 
 def kv_heads_by_layer(fields: Fields) -> list[int]:
     """Return the heads of keys of each layer, of those without attention 0."""
     return [fields["num_key_value_heads"] * (kind == "full_attention") for kind in fields["layer_types"]]
+
+
+def num_dense_layers(meta: Metadata, common: Fields) -> int:
+    """Return the number of first layers without experts."""
+    count, num_layers = meta.get("leading_dense_block_count", int, 0), common["num_hidden_layers"]
+    if not 0 <= count <= num_layers:
+        raise meta.error(f"{meta.arch}.leading_dense_block_count is {count}")
+    return int(count)
 
 
 def expansion(meta: Metadata, common: Fields) -> int:
@@ -182,7 +233,6 @@ def shared_expert_keys(fields: Fields) -> dict[str, Any]:
     """Return the metadata of experts that are chosen by sigmoids, next to shared ones."""
     return {
         "expert_shared_count": fields["n_shared_experts"],
-        "expert_weights_scale": float(fields["routed_scaling_factor"]),
         "expert_weights_norm": fields["norm_topk_prob"],
         "expert_gating_func": SIGMOID,
     }
@@ -228,15 +278,38 @@ def gated(module: str, hidden: int, width: int, names: tuple[str, str, str] = GA
     yield f"ffn_down{end}.weight", Weight(down, (hidden, width))
 
 
-def experts(module: str, hidden: int, width: int, count: int, names: tuple[str, str, str] = GATED) -> Plan:
-    """Yield the matrices of routed experts, which files have as stacks; `names` as for `gated`."""
+def mlp(fields: Fields) -> Plan:
+    """Yield the matrices of an MLP with gates, by their usual names."""
+    return gated("mlp", fields["hidden_size"], fields["intermediate_size"])
+
+
+def experts(
+    fields: Fields, count: int, width: int, module: str = "mlp", *, router: str = "gate", hidden: int | None = None
+) -> Plan:
+    """Yield the router and the matrices of routed experts, which files have as stacks.
+
+    Args:
+        width: Inner size of an expert.
+        router: Name of the router in the module.
+        hidden: Outer size of an expert, or None for that of the model.
+    """
+    outer = hidden or fields["hidden_size"]
+    yield "ffn_gate_inp.weight", Weight(f"{module}.{router}.weight", (count, fields["hidden_size"]))
     for i in range(count):
-        for stored, one in gated(f"{module}.{i}", hidden, width, names, "_exps"):
+        for stored, one in gated(f"{module}.experts.{i}", outer, width, end="_exps"):
             yield stored, replace(one, expert=i, num_experts=count)
 
 
 def granite_experts(fields: Fields) -> Plan:
     """Yield the router and the routed experts of Granite."""
-    hidden, count = fields["hidden_size"], fields["num_local_experts"]
-    yield "ffn_gate_inp.weight", Weight("block_sparse_moe.router.weight", (count, hidden))
-    yield from experts("block_sparse_moe.experts", hidden, fields["intermediate_size"], count)
+    return experts(
+        fields, fields["num_local_experts"], fields["intermediate_size"], "block_sparse_moe", router="router"
+    )
+
+
+def biased_experts(fields: Fields, count: int) -> Plan:
+    """Yield a router with biases, and this many experts next to shared ones."""
+    width = fields["moe_intermediate_size"]
+    yield "exp_probs_b.bias", Weight("mlp.gate.e_score_correction_bias", (count,))
+    yield from experts(fields, count, width)
+    yield from gated("mlp.shared_experts", fields["hidden_size"], width * fields["n_shared_experts"], end="_shexp")

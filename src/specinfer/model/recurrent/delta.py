@@ -1,10 +1,11 @@
-"""Gated delta rule layers (Qwen3-Next, Qwen3.5, OLMo Hybrid) on token trees: a short convolution, then a recurrence.
+"""Delta rule layers on token trees: a short convolution, then a recurrence.
 
 A head's state is a matrix. A token lets it decay, and moves what it returns for the token's key towards the token's
-value by the share beta. What a token adds is small next to a state: the inputs of its convolution and two numbers
-for each head are stored by slot. States are kept only after known tokens (`states`).
+value by the share beta. What a token adds is small next to a state: the inputs of its convolution and some numbers are
+stored by slot.
 
-Source: Gated Delta Networks (Yang et al., arXiv 2412.06464).
+Sources: Gated Delta Networks (Yang et al., arXiv 2412.06464): Qwen3-Next, Qwen3.5, OLMo Hybrid; Kimi Linear (Kimi Team,
+arXiv 2510.26692): Kimi Linear, Bailing Hybrid.
 """
 
 from functools import cached_property
@@ -15,47 +16,27 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.recurrent.definitions import adopt
-from specinfer.model.recurrent.recurrence import recur
-from specinfer.model.recurrent.short_conv import store_inputs
-from specinfer.model.recurrent.split import EVENLY, Block, Blocks
+from specinfer.model.recurrent.mixer import EVENLY, Block, Blocks, Mixer
 from specinfer.ops.cpu.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.ops.cpu.recurrent_layer import RecurrentParts
 
 
-class GatedDelta(nn.Module):
-    """A loaded gated delta rule layer, on token trees."""
+def _check_activation(layer: Any) -> None:
+    if layer.activation != "silu":
+        raise ModelError(f"model: hidden_act {layer.activation!r} of layers with a delta rule is not supported")
+
+
+class GatedDelta(Mixer):
+    """A gated delta rule layer. Submodules keep the names of transformers, some of which only one family has."""
 
     counts = ("num_k_heads", "num_v_heads")
     can_fuse = True
 
-    # Submodules keep the names of transformers, some of which only one family has.
-    in_proj_qkvz: nn.Linear
-    in_proj_ba: nn.Linear
-    in_proj_qkv: nn.Linear
-    in_proj_z: nn.Linear
-    in_proj_b: nn.Linear
-    in_proj_a: nn.Linear
-    conv1d: nn.Conv1d
-    norm: Any
-    out_proj: nn.Linear
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    a_proj: nn.Linear
-    b_proj: nn.Linear
-    g_proj: nn.Linear
-    o_norm: nn.Module
-    o_proj: nn.Linear
-
     def __init__(self, layer: Any) -> None:
-        super().__init__()
-        if layer.activation != "silu":
-            raise ModelError(f"model: hidden_act {layer.activation!r} of layers with a delta rule is not supported")
-        self.layer_idx: int = layer.layer_idx
+        super().__init__(layer)
+        _check_activation(layer)
         self.num_k_heads, self.num_v_heads = layer.num_k_heads, layer.num_v_heads
         self.head_k_dim, self.head_v_dim = layer.head_k_dim, layer.head_v_dim
-        adopt(self, layer)
         self.dt_bias, self.A_log = layer.dt_bias, layer.A_log
         self.max_beta = 2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0
 
@@ -73,9 +54,7 @@ class GatedDelta(nn.Module):
 
     def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
         inputs, gate, rates = self._project(hidden_states[0])
-        store_inputs(forward_batch, self.layer_idx, inputs, rates)
-        out = recur(forward_batch, self.layer_idx, *self._calls)
-        out = out.to(inputs.dtype)
+        out = self.recur(forward_batch, inputs, rates).to(inputs.dtype)
         norm, project = (self.o_norm, self.o_proj) if hasattr(self, "o_proj") else (self.norm, self.out_proj)
         normed = norm(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
         mixed: Tensor = project(normed.view(len(out), -1))
@@ -90,9 +69,8 @@ class GatedDelta(nn.Module):
             )
             return inputs, self.g_proj(hidden), rates
         if not hasattr(self, "in_proj_qkvz"):
-            return self.in_proj_qkv(hidden), self.in_proj_z(hidden), torch.cat(
-                [self.in_proj_b(hidden), self.in_proj_a(hidden)], dim=-1
-            )  # fmt: skip
+            rates = torch.cat([self.in_proj_b(hidden), self.in_proj_a(hidden)], dim=-1)
+            return self.in_proj_qkv(hidden), self.in_proj_z(hidden), rates
         return self._by_kind(self.in_proj_qkvz(hidden), self.in_proj_ba(hidden))
 
     def _by_kind(self, mixed: Tensor, rates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,8 +83,8 @@ class GatedDelta(nn.Module):
         return inputs, gate.flatten(1), torch.cat([beta.flatten(1), decay.flatten(1)], dim=-1)
 
     def parts(self) -> RecurrentParts:
-        """Return the layer between its linear layers, for fused layers: it reads inputs, gates, betas and steps."""
-        convolution, recurrence = self._calls
+        """Return the layer between its linear layers, for native layers: it reads inputs, gates, betas and steps."""
+        convolution, recurrence = self.calls
         channels = recurrence.sizes.num_channels
         norm: Any = self.o_norm if hasattr(self, "o_norm") else self.norm
         weight = norm.weight.detach().float().repeat(self.num_v_heads)
@@ -124,10 +102,58 @@ class GatedDelta(nn.Module):
         return torch.cat(self._by_kind(columns[0], columns[1]), dim=1)[0].contiguous()
 
     @cached_property
-    def _calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+    def calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:
         heads, keys = (self.num_v_heads, self.num_k_heads), self.num_k_heads * self.head_k_dim
         width = 2 * keys + self.num_v_heads * self.head_v_dim
         sizes = HeadSizes(*heads, self.head_k_dim, self.head_v_dim, width, query=0, key=keys, value=2 * keys)
         convolution = ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True)
         decay, limits = -self.A_log.float().exp(), (0.0, self.max_beta)
         return convolution, RecurrenceCall(sizes, self.dt_bias, decay, limits=limits, is_delta=True)
+
+
+class KimiDelta(Mixer):
+    """A delta rule layer with a decay for each channel: a token stores one number for that of each head."""
+
+    counts = ("num_heads",)
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        _check_activation(layer)
+        self.num_heads, self.head_dim = layer.num_heads, layer.head_dim
+        gate = layer.forget_gate
+        # Bailing: the logarithm of what is kept is limited by a sigmoid instead of growing as a softplus does.
+        self.least_decay: float | None = gate.lower_bound if getattr(gate, "safe_gate", False) else None
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.num_heads, self.head_dim, self.head_dim)
+
+    @property
+    def blocks(self) -> Blocks:
+        evenly = ("q_proj", "k_proj", "v_proj", "b_proj", "forget_gate.dt_bias")
+        gates = ("g_proj", "forget_gate.f_proj") if hasattr(self, "g_proj") else ("g_b_proj", "forget_gate.f_b_proj")
+        rest = {"conv1d": (Block(self.num_heads * self.head_dim),) * 3, "forget_gate.A_log": (Block(self.num_heads),)}
+        return {**dict.fromkeys((*evenly, *gates), EVENLY), **rest, "o_proj": None}
+
+    def forward(self, hidden_states: Tensor, forward_batch: ForwardBatch, **_: Any) -> Tensor:
+        hidden: Tensor = hidden_states[0]
+        forget = self.forget_gate
+        inputs = torch.cat([one(hidden) for one in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
+        if hasattr(self, "g_proj"):
+            gate, decay = self.g_proj(hidden), forget.f_proj(hidden)
+        else:
+            gate, decay = self.g_b_proj(self.g_a_proj(hidden)), forget.f_b_proj(forget.f_a_proj(hidden))
+        rates = torch.cat([self.b_proj(hidden), decay], dim=-1)
+        out = self.recur(forward_batch, inputs, rates).to(inputs.dtype)
+        normed = self.o_norm(out.flatten(0, 1), gate.reshape(-1, self.head_dim))
+        mixed: Tensor = self.o_proj(normed.view(len(out), -1))
+        return mixed.unsqueeze(0)
+
+    @cached_property
+    def calls(self) -> tuple[ConvolutionCall, RecurrenceCall]:
+        heads, dim, gate = self.num_heads, self.head_dim, self.forget_gate
+        width = heads * dim
+        sizes = HeadSizes(heads, heads, dim, dim, 3 * width, query=0, key=width, value=2 * width)
+        decay, limits = -gate.A_log.float().exp().flatten(), (self.least_decay or 0.0, 1.0)
+        recurrence = RecurrenceCall(sizes, gate.dt_bias, decay, limits=limits, is_delta=True, decays="key")
+        return ConvolutionCall(self.conv1d.weight, self.conv1d.bias, activates=True), recurrence
