@@ -38,7 +38,7 @@ from specinfer.learning.adapt.traffic import Traffic
 from specinfer.learning.adapt.versions import RECORD, AdaptationFolder, Versions
 from specinfer.learning.batches import batches, last_part, pieces
 from specinfer.learning.examples import Source, TrainingExample
-from specinfer.learning.heads.files import new_head
+from specinfer.learning.heads.new import new_head
 from specinfer.learning.trainable import TrainableModel, export
 from specinfer.model.definition import load_config
 from specinfer.model.load import load_model

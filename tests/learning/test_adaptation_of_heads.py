@@ -19,7 +19,7 @@ from specinfer.learning.adapt.hits import served_hits
 from specinfer.learning.adapt.settings import HEAD_RATE, MODEL_RATE, AdaptationConfig
 from specinfer.learning.adapt.student import Student, find_learner
 from specinfer.learning.examples import Source, TrainingExample
-from specinfer.learning.heads.files import new_head
+from specinfer.learning.heads.new import new_head
 from specinfer.learning.trainable import export
 from specinfer.model.heads.load import find_format
 from tiny import make_model, random_prompts, save_model

@@ -26,8 +26,9 @@ from specinfer.learning.batches import collate
 from specinfer.learning.examples import TrainingExample
 from specinfer.learning.heads.block import TrainableBlock
 from specinfer.learning.heads.eagle3 import NUM_LEVELS
-from specinfer.learning.heads.files import NEW_HEADS, new_head, read_head
+from specinfer.learning.heads.files import read_head
 from specinfer.learning.heads.head import TrainableHead
+from specinfer.learning.heads.new import NEW_HEADS, new_head
 from specinfer.learning.trainable import export
 from specinfer.learning.tune.initial_weights import build, parse_initial_weights
 from specinfer.learning.tune.training import TrainingConfig, fit

@@ -41,7 +41,7 @@ def write(source: Path, out: Path, to: str = "int4", **options: Any) -> Quantize
 def rounded(folder: Path, to: str) -> Any:
     """The definition with split experts, and the numbers of its rounded layers."""
     model = split(folder)
-    for place in Layers.of(folder, BITS[to]).places.values():
+    for place in Layers.from_folder(folder, BITS[to]).places.values():
         linear = model.get_submodule(place.linear)
         linear.weight.copy_(dequantize(quantize(linear.weight, BITS[to])))
     return model
@@ -144,7 +144,7 @@ def test_experts_are_calibrated_with_the_tokens_that_reach_them(family: str, tmp
     torch.manual_seed(0)
     source = save_model(tmp_path / "source", family, noise=0.3, **WIDE, **FAMILIES[family])
     ids = torch.randint(VOCAB, (6, 40))
-    places = Layers.of(source, 4).places
+    places = Layers.from_folder(source, 4).places
     model, before = split(source), load_plain(source, torch.float32).eval()(ids).logits.detach()
     torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
     linears = {place.linear: None for place in places.values()}

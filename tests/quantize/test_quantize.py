@@ -120,7 +120,7 @@ def test_layers_of_all_kinds_are_calibrated_in_order(family: str, tmp_path: Path
     source = save_model(tmp_path / "model", family, noise=0.3)
     model = load_plain(source, torch.float32).eval().requires_grad_(False)
     texts = torch.randint(VOCAB, (6, 40)).tolist()
-    names = list(Layers.of(source, 4).places)
+    names = list(Layers.from_folder(source, 4).places)
     layers = decoder_layers(source, model)
     ids = torch.tensor(texts)
     original = {name: model.get_submodule(name).weight.clone() for name in names}

@@ -143,7 +143,7 @@ def write_quantized(config: QuantizeConfig, progress: ProgressCallback | None = 
     if config.is_gguf:
         with naming("out", config.out):
             return _write_file(config, source, progress_of(progress, _WRITING))
-    layers = Layers.of(source, config.bits)
+    layers = Layers.from_folder(source, config.bits)
     found = Calibrated({}, set(layers.places), None, None)
     if config.data:
         data = [Path(name) for name in config.data]

@@ -34,7 +34,7 @@ class Layers:
     experts: StoredExperts
 
     @classmethod
-    def of(cls, source: Path, bits: Bits) -> "Layers":
+    def from_folder(cls, source: Path, bits: Bits) -> "Layers":
         """Find the linear layers of a folder's model.
 
         Raises:

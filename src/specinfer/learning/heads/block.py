@@ -14,29 +14,14 @@ from torch import Tensor
 from specinfer.core.errors import ModelError
 from specinfer.learning.batches import Batch
 from specinfer.learning.distillation import HeadLogits
-from specinfer.learning.heads.head import (
-    HeadSizes,
-    TrainableHead,
-    by_heads,
-    joining,
-    layer_tensors,
-    sizes_of,
-    speculators_fields,
-    target_ends,
-)
-from specinfer.model.definition import load_config
+from specinfer.learning.heads.head import TrainableHead, by_heads
 from specinfer.model.families import rotate
-from specinfer.model.folder import read_weight
-from specinfer.model.heads.block import BlockHead, usual_reads
+from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import Block, FeatureHead
 
-_BLOCK_SIZE = 8
 _TOKENS_PER_BLOCK = 4  # in training; each block costs as many rows as it is long
 _BLOCKS = 64  # of a text in a pass that predicts all of its tokens
-_MOST_LAYERS, _LAYERS_PER_LAYER = 5, 6  # of a new head; the target's for each of its own
-_LEAST_TAPS, _MOST_RANK = 3, 256
-_PAIR_SPREAD = 0.1  # of random vectors of tokens; what follows them is learned
 
 
 class TrainableBlock(TrainableHead):
@@ -157,69 +142,3 @@ class TrainableBlock(TrainableHead):
         out = probs[..., :num_tokens] @ value + (own_probs @ own_value.unflatten(2, (-1, size))).flatten(2, 3)
         result: Tensor = attention.o_proj(out.transpose(1, 2).flatten(2))
         return result
-
-
-def new_dspark(
-    target: Path, source: torch.Generator, token_map: Sequence[int] | None, own: HeadSizes
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a new DSpark head, and its config.json.
-
-    Its layers start as the target's last ones, where they are alike. Its last norm and output head are the target's.
-    The output head is not written, nor trained, if it predicts the whole vocabulary.
-
-    Raises:
-        ValueError: The target is not Llama-like, or has fewer layers than the head is to have.
-    """
-    config = load_config(target).get_text_config()
-    sizes, num_layers = sizes_of(target), int(config.num_hidden_layers)
-    sizes["intermediate_size"] = own.mlp_width or sizes["intermediate_size"]
-    width, vocab_size = sizes["hidden_size"], sizes["vocab_size"]
-    num_own = own.num_layers or min(max(num_layers // _LAYERS_PER_LAYER, 1), _MOST_LAYERS)
-    if num_own > num_layers:
-        raise ValueError(
-            f"drafter: a head of {num_own} layers is too large: the target has {num_layers}; ask for fewer"
-        )
-    reads = sorted({min(max(one, 1), num_layers - 1) for one in usual_reads(num_layers, max(num_own, _LEAST_TAPS))})
-    rank = own.rank or min(max(width // 4, 1), _MOST_RANK)
-    ends = target_ends(target, token_map)
-    tensors = {
-        "fc.weight": joining(len(reads), width, source),
-        "hidden_norm.weight": _of_target(target, reads[-1], "input_layernorm.weight", torch.ones(width)),
-        "markov_head.markov_w1.weight": torch.randn(vocab_size, rank, generator=source) * _PAIR_SPREAD,
-        "markov_head.markov_w2.weight": torch.zeros(len(ends["lm_head.weight"]), rank),
-        "confidence_head.proj.weight": torch.zeros(1, width + rank),
-        "confidence_head.proj.bias": torch.zeros(1),
-    }
-    tensors |= {name: one for name, one in ends.items() if name == "norm.weight" or token_map is not None}
-    for i in range(num_own):
-        for name, weight in layer_tensors("", sizes, width, source).items():
-            tensors[f"layers.{i}.{name}"] = _of_target(target, num_layers - num_own + i, name, weight)
-        tensors |= {f"layers.{i}.self_attn.{name}_norm.weight": torch.ones(sizes["head_dim"]) for name in "qk"}
-    layer = sizes | {"model_type": "qwen3", "num_hidden_layers": num_own, "attention_bias": False}
-    return tensors, speculators_fields(target, "dspark", layer, _BLOCK_SIZE) | {
-        "architectures": ["DSparkSpeculator"],
-        "aux_hidden_state_layer_ids": reads,
-        "block_size": _BLOCK_SIZE,
-        "mask_token_id": _mask_token(config),
-        "sample_from_anchor": True,
-        "sliding_window_non_causal": False,
-        "markov_rank": rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    }
-
-
-def _of_target(target: Path, layer: int, name: str, otherwise: Tensor) -> Tensor:
-    """Return a weight of one of the target's layers, or the other one if it has none of this shape."""
-    try:
-        found = read_weight(target, f"layers.{layer}.{name}")
-    except ModelError:
-        return otherwise
-    return found if found.shape == otherwise.shape else otherwise
-
-
-def _mask_token(config: Any) -> int:
-    """Return a token that text hardly has."""
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    return int(next((one for one in (config.pad_token_id, *ends) if one is not None), config.vocab_size - 1))

@@ -5,7 +5,6 @@ Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): each pair of a text
 before, and attention sees at the last j places what those levels computed. So a head learns to draft from its drafts.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,13 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError
 from specinfer.learning.batches import Batch
 from specinfer.learning.distillation import HeadLogits
-from specinfer.learning.heads.head import (
-    HeadSizes,
-    TrainableHead,
-    by_heads,
-    joining,
-    layer_tensors,
-    sizes_of,
-    speculators_fields,
-    target_ends,
-)
-from specinfer.model.definition import load_config
+from specinfer.learning.heads.head import TrainableHead, by_heads
 from specinfer.model.families import rotate
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.eagle3 import Eagle3Head, usual_reads
-from specinfer.model.heads.head import FeatureHead, TargetShape
+from specinfer.model.heads.eagle3 import Eagle3Head
+from specinfer.model.heads.head import FeatureHead
 
 NUM_LEVELS = 4  # levels of training-time test; each costs a pass
-_NUM_TOKENS = 5  # proposed to other engines
 Keys = list[tuple[Tensor, Tensor]]  # keys and values of each level, [rows, heads, pairs, dim]
 
 
@@ -76,29 +64,6 @@ class TrainableEagle3(TrainableHead):
         return HeadLogits(
             torch.cat(found), outputs.repeat(NUM_LEVELS), levels.repeat_interleave(len(outputs)), accepted=None
         )
-
-
-def new_eagle3(
-    target: Path, source: torch.Generator, token_map: Sequence[int] | None, _: HeadSizes
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a new head, whose last norm and output head are the target's, and its config.json."""
-    sizes, reads = sizes_of(target), usual_reads(TargetShape.of(load_config(target)).num_layers)
-    width, first = sizes["hidden_size"], "layers.0."
-    tensors = (
-        target_ends(target, token_map)
-        | layer_tensors(first, sizes, 2 * width, source)
-        | {
-            "fc.weight": joining(len(reads), width, source),
-            f"{first}hidden_norm.weight": torch.ones(width),
-        }
-    )
-    layer = sizes | {"model_type": "llama", "num_hidden_layers": 1}
-    return tensors, speculators_fields(target, "eagle3", layer, _NUM_TOKENS) | {
-        "architectures": ["Eagle3Speculator"],
-        "eagle_aux_hidden_state_layer_ids": list(reads),
-        "norm_before_residual": True,
-        "norm_before_fc": False,
-    }
 
 
 def _attend(attention: Any, x: Tensor, rotation: tuple[Tensor, Tensor], memory: Keys) -> Tensor:

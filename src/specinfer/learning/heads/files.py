@@ -1,17 +1,15 @@
-"""Heads to train: made anew, in the format of the speculators library, or read from a folder."""
+"""Heads of folders, ready for training."""
 
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
-from specinfer.learning.heads.block import TrainableBlock, new_dspark
-from specinfer.learning.heads.eagle3 import TrainableEagle3, new_eagle3
-from specinfer.learning.heads.head import EMBEDDING, OUTPUT_HEADS, HeadSizes, TrainableHead, write_head
+from specinfer.learning.heads.block import TrainableBlock
+from specinfer.learning.heads.eagle3 import TrainableEagle3
+from specinfer.learning.heads.head import EMBEDDING, OUTPUT_HEADS, TrainableHead
 from specinfer.model.definition import load_config
 from specinfer.model.folder import read_weight
 from specinfer.model.heads.block import BlockHead
@@ -21,8 +19,6 @@ from specinfer.model.heads.head import TargetEnds, TargetShape
 from specinfer.model.heads.load import find_format
 
 TRAINED = ("EAGLE-3", "DSpark", "DFlash", "JetSpec")
-NewHead = Callable[[Path, torch.Generator, Sequence[int] | None, HeadSizes], tuple[dict[str, Tensor], dict[str, Any]]]
-NEW_HEADS: Mapping[str, NewHead] = {"new:eagle3": new_eagle3, "new:dspark": new_dspark}
 
 
 def can_train(folder: Path) -> bool:
@@ -50,31 +46,6 @@ def read_head(folder: Path, target: Path, embed: Callable[[Tensor], Tensor] | No
         raise ModelError(f"drafter: {folder} is a head of the kind {kind}, which cannot be trained; take new:eagle3")
     checkpoint.check_all_taken()
     return trained
-
-
-def new_head(
-    name: str, target: Path, seed: int, token_map: Sequence[int] | None = None, sizes: HeadSizes | None = None
-) -> TrainableHead:
-    """Return a new head for a target, with random weights where they are not the target's.
-
-    Args:
-        name: One of `NEW_HEADS`.
-        token_map: The only tokens that it is to predict, ascending, or None for all.
-        sizes: The sizes of a DSpark head, or None for the usual ones.
-
-    Raises:
-        ValueError: The target is not Llama-like, or has too few layers.
-    """
-    tensors, fields = NEW_HEADS[name](target, torch.Generator().manual_seed(seed), token_map, sizes or HeadSizes())
-    vocab_size = TargetShape.of(load_config(target)).vocab_size
-    fields["draft_vocab_size"] = vocab_size if token_map is None else len(token_map)
-    if token_map is not None:
-        ids = torch.tensor(list(token_map))
-        members = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
-        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": members}
-    with tempfile.TemporaryDirectory(prefix="specinfer-head-") as folder:
-        write_head(Path(folder), tensors, fields)
-        return read_head(Path(folder), target)
 
 
 def _read_ends(target: Path, embed: Callable[[Tensor], Tensor] | None) -> TargetEnds:

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specinfer.core.errors import ModelError, first_line
 from specinfer.core.lookups import LOOKUPS, is_self
-from specinfer.learning.heads.files import NEW_HEADS, new_head, read_head
-from specinfer.learning.heads.head import HeadSizes
+from specinfer.learning.heads.files import read_head
+from specinfer.learning.heads.new import NEW_HEADS, HeadSizes, new_head
 from specinfer.learning.trainable import TrainableDrafter, TrainableModel, load_float32
 from specinfer.model.definition import known_positions, load_config, token_ids
 from specinfer.model.folder import read_token_map
@@ -27,13 +27,20 @@ _FORMS = (
     f"{', '.join(NEW_HEADS)} or new:dspark:LAYERSxWIDTH[xRANK] (of MLP and pairwise head), a head on the target's "
     "hidden states"
 )
-_CUT = re.compile(r"layers:(\d+)", re.ASCII)
-_NEW = re.compile(r"new:(\d+)(?:x(\d+))?", re.ASCII)
-_SIZED_HEAD = re.compile(r"(new:dspark):(\d+)x(\d+)(?:x(\d+))?", re.ASCII)
-_HYBRID = re.compile(r"new:hybrid(?::(\d+)x(\d+))?", re.ASCII)
+Kind = Literal["folder", "layers", "new", "hybrid", "head"]
+_PATTERNS: dict[Kind, re.Pattern[str]] = {
+    "layers": re.compile(r"layers:(?P<layers>\d+)", re.ASCII),
+    "new": re.compile(r"new:(?P<layers>\d+)(?:x(?P<hidden>\d+))?", re.ASCII),
+    "hybrid": re.compile(r"new:hybrid(?::(?P<layers>\d+)x(?P<hidden>\d+))?", re.ASCII),
+    "head": re.compile(r"new:eagle3|new:dspark(?::(?P<layers>\d+)x(?P<width>\d+)(?:x(?P<rank>\d+))?)?", re.ASCII),
+}
+# Sizes by their names in the patterns: what they are, and the largest one.
+_SIZES = {
+    "layers": ("number of layers", 1_000), "hidden": ("hidden size", 65_536), "width": ("width", 65_536),
+    "rank": ("rank", 65_536),
+}  # fmt: skip
 _LAYER_LISTS = ("layers", "h", "blocks")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_MAX_HIDDEN, _MAX_LAYERS = 65_536, 1_000
 # The family of hybrids, whose training pass in transformers is matrix products over chunks and needs no kernels.
 _HYBRID_FAMILY = "qwen3_5_text"
 _HYBRID_LAYERS, _HYBRID_HEAD_DIM, _HYBRID_MLP_RATIO = 4, 64, 3
@@ -48,17 +55,18 @@ class InitialWeights:
         folder: The folder of a checkpoint; None for the other kinds.
         kind: "folder"; "layers" of the target; "new", of the target's family; "hybrid", whose layers but the last are
             recurrences, whatever the target's are; or "head", a new one.
-        num_layers: The number of layers to cut out or to create.
-        hidden_size: The hidden size of a new drafter, or None for a quarter of the target's.
-        head_sizes: The sizes of a new head, or None for the usual ones.
+        layers: The number of layers to cut out or to create.
+        hidden: The hidden size of a new drafter, or None for a quarter of the target's.
+        width, rank: Sizes of a new block head, see `HeadSizes`.
     """
 
     name: str
     folder: Path | None = None
-    kind: Literal["folder", "layers", "new", "hybrid", "head"] = "folder"
-    num_layers: int = 0
-    hidden_size: int | None = None
-    head_sizes: HeadSizes | None = None
+    kind: Kind = "folder"
+    layers: int | None = None
+    hidden: int | None = None
+    width: int | None = None
+    rank: int | None = None
 
     @property
     def is_head(self) -> bool:
@@ -72,21 +80,14 @@ def parse_initial_weights(name: str) -> InitialWeights:
     Raises:
         ValueError: The name has none of the forms, or there is no such folder.
     """
-    if name in NEW_HEADS:
-        return InitialWeights(name, kind="head")
-    if sized := _SIZED_HEAD.fullmatch(name):
-        rank = None if sized[4] is None else _size(name, "rank", sized[4], _MAX_HIDDEN)
-        sizes = HeadSizes(_layers(name, sized[2]), _size(name, "width", sized[3], _MAX_HIDDEN), rank)
-        return InitialWeights(name, kind="head", head_sizes=sizes)
-    if hybrid := _HYBRID.fullmatch(name):
-        num_layers, width = _layers(name, hybrid[1] or _HYBRID_LAYERS), _hidden(name, hybrid[2])
-        if width is not None:
-            _check_hybrid(name, num_layers, width)
-        return InitialWeights(name, kind="hybrid", num_layers=num_layers, hidden_size=width)
-    if cut := _CUT.fullmatch(name):
-        return InitialWeights(name, kind="layers", num_layers=_layers(name, cut[1]))
-    if new := _NEW.fullmatch(name):
-        return InitialWeights(name, kind="new", num_layers=_layers(name, new[1]), hidden_size=_hidden(name, new[2]))
+    for kind, pattern in _PATTERNS.items():
+        if match := pattern.fullmatch(name):
+            given = match.groupdict().items()
+            sizes = {key: _checked_size(name, key, int(size)) for key, size in given if size is not None}
+            start = InitialWeights(name, None, kind, **sizes)
+            if kind == "hybrid":
+                _check_hybrid(start)
+            return start
     if name in LOOKUPS:
         raise ValueError(f"drafter: {name!r} looks tokens up and learns nothing; give {_FORMS}")
     if is_self(name):
@@ -99,28 +100,23 @@ def parse_initial_weights(name: str) -> InitialWeights:
         raise ValueError(f"drafter: {str(error).removeprefix('model: ')}; or give {_FORMS}") from error
 
 
-def _layers(name: str, given: str | int) -> int:
-    return _size(name, "number of layers", given, _MAX_LAYERS)
+def _checked_size(name: str, key: str, size: int) -> int:
+    what, most = _SIZES[key]
+    if not 1 <= size <= most:
+        raise ValueError(f"drafter: {name}: the {what}, {size}, is not from 1 to {most}; give {_FORMS}")
+    return size
 
 
-def _hidden(name: str, given: str | None) -> int | None:
-    return None if given is None else _size(name, "hidden size", given, _MAX_HIDDEN)
-
-
-def _size(name: str, what: str, given: str | int, most: int) -> int:
-    if not 1 <= int(given) <= most:
-        raise ValueError(f"drafter: {name}: the {what}, {given}, is not from 1 to {most}; give {_FORMS}")
-    return int(given)
-
-
-def _check_hybrid(name: str, num_layers: int, width: int) -> None:
-    if num_layers < 2:
-        raise ValueError(f"drafter: {name}: the last layer has attention and the others none; take at least 2 layers")
-    if width % _HYBRID_HEAD_DIM:
-        nearest = max(round(width / _HYBRID_HEAD_DIM), 1) * _HYBRID_HEAD_DIM
+def _check_hybrid(start: InitialWeights) -> None:
+    if start.layers == 1:
         raise ValueError(
-            f"drafter: {name}: the hidden size {width} is not a multiple of the {_HYBRID_HEAD_DIM} of a head; take "
-            f"{nearest}"
+            f"drafter: {start.name}: the last layer has attention and the others none; take at least 2 layers"
+        )
+    if start.hidden is not None and start.hidden % _HYBRID_HEAD_DIM:
+        nearest = max(round(start.hidden / _HYBRID_HEAD_DIM), 1) * _HYBRID_HEAD_DIM
+        raise ValueError(
+            f"drafter: {start.name}: the hidden size {start.hidden} is not a multiple of the {_HYBRID_HEAD_DIM} of a "
+            f"head; take {nearest}"
         )
 
 
@@ -156,7 +152,7 @@ def build(start: InitialWeights, target: Path, seed: int, token_map: Sequence[in
     torch.manual_seed(seed)
     if start.kind == "head":
         kind = next(kind for kind in NEW_HEADS if start.name.startswith(kind))
-        return new_head(kind, target, seed, token_map, start.head_sizes)
+        return new_head(kind, target, seed, token_map, HeadSizes(start.layers, start.width, start.rank))
     if start.folder is not None and start.is_head:
         return read_head(start.folder, target)
     ids: Tensor | None = None
@@ -183,9 +179,10 @@ def _cut(start: InitialWeights, target: Path) -> Any:
     model = load_float32(target)
     owner, name = _layer_list(model)
     layers = getattr(owner, name)
-    if start.num_layers > len(layers):
+    assert start.layers is not None
+    if start.layers > len(layers):
         raise ValueError(f"drafter: {start.name}: the target has {len(layers)} layers; ask for fewer")
-    spread = torch.linspace(0, len(layers) - 1, start.num_layers).round().long().tolist()
+    spread = torch.linspace(0, len(layers) - 1, start.layers).round().long().tolist()
     setattr(owner, name, nn.ModuleList([layers[i] for i in spread]))
     _set_layers(model.config, spread)
     for i, layer in enumerate(getattr(owner, name)):
@@ -216,9 +213,9 @@ def _make(start: InitialWeights, target: Path) -> Any:
     config = copy.deepcopy(load_config(target).get_text_config())
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    wanted = start.hidden_size or max(config.hidden_size // 4, head_dim)
+    wanted = start.hidden or max(config.hidden_size // 4, head_dim)
     new_heads = max(wanted // head_dim, 1)
-    if start.hidden_size is not None and wanted % head_dim:
+    if start.hidden is not None and wanted % head_dim:
         raise ValueError(f"drafter: {start.name}: the hidden size must be a multiple of the target's heads' {head_dim}")
     kv_heads = next((n for n in (getattr(config, name, None) for name in _KV_HEADS) if n), heads)
     ratio = new_heads * head_dim / config.hidden_size
@@ -230,7 +227,8 @@ def _make(start: InitialWeights, target: Path) -> Any:
         if hasattr(config, name):
             fitting = [n for n in range(1, min(kv_heads, new_heads) + 1) if new_heads % n == 0]
             setattr(config, name, fitting[-1])
-    _set_layers(config, range(start.num_layers))
+    assert start.layers is not None
+    _set_layers(config, range(start.layers))
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # each family has its own requirements
@@ -244,15 +242,15 @@ def _make_hybrid(start: InitialWeights, target: Path) -> Any:
     If it has the target's hidden size, it starts with the target's embeddings and output head.
     """
     of_target = load_config(target).get_text_config()
-    width = start.hidden_size or max(of_target.hidden_size // 4 // _HYBRID_HEAD_DIM, 1) * _HYBRID_HEAD_DIM
-    heads = width // _HYBRID_HEAD_DIM
+    width = start.hidden or max(of_target.hidden_size // 4 // _HYBRID_HEAD_DIM, 1) * _HYBRID_HEAD_DIM
+    heads, num_layers = width // _HYBRID_HEAD_DIM, start.layers or _HYBRID_LAYERS
     config = AutoConfig.for_model(
         _HYBRID_FAMILY,
         vocab_size=of_target.vocab_size,
         hidden_size=width,
         intermediate_size=_HYBRID_MLP_RATIO * width,
-        num_hidden_layers=start.num_layers,
-        layer_types=[*["linear_attention"] * (start.num_layers - 1), "full_attention"],
+        num_hidden_layers=num_layers,
+        layer_types=[*["linear_attention"] * (num_layers - 1), "full_attention"],
         num_attention_heads=heads,
         num_key_value_heads=1,
         head_dim=_HYBRID_HEAD_DIM,
