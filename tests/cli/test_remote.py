@@ -267,7 +267,7 @@ def test_an_interrupt_ends_one_answer_and_its_connection(server: FakeServer, mon
         write(self, stretches)
 
     monkeypatch.setattr(Screen, "write", interrupted)
-    monkeypatch.setattr("specinfer.cli.text.is_interactive", lambda: True)
+    monkeypatch.setattr("specinfer.cli.chat.is_interactive", lambda: True)
     result = run("complete", "--url", server.url, stdin="a\n")
     assert result.stdout.endswith("w w \n")
     run("complete", "--url", server.url, "-q", "a", "--max-tokens", "1")  # the server is free again

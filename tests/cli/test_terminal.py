@@ -19,7 +19,7 @@ PROGRAM = """
 import os, sys
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import typed_lines
-from specinfer.cli.text import _converse
+from specinfer.cli.chat import _converse
 
 def answer(line):
     print(f"answer to {line}:", flush=True)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from specinfer.cli.batch import run_batch
+from specinfer.cli.chat import chat, complete, run
 from specinfer.cli.commands import Program, add_command
 from specinfer.cli.demo import demo
 from specinfer.cli.environment import collect_env, show_version, version
@@ -18,7 +19,6 @@ from specinfer.cli.plan import plan
 from specinfer.cli.quantize import quantize
 from specinfer.cli.serve import serve
 from specinfer.cli.serve_bench import serve as bench_serve
-from specinfer.cli.text import chat, complete, run
 from specinfer.cli.trace import trace
 from specinfer.cli.tune import tune
 from specinfer.core.systems import load_openmp

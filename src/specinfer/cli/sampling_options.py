@@ -1,10 +1,10 @@
 """Options of sampling, of the end of outputs and of their form."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specinfer.cli.prompts import count_tokens
 from specinfer.cli.values import is_file_name, is_file_path, parse_object, parse_token_ids, read_text
 from specinfer.core.config import SPECULATION
 from specinfer.core.options import setting
@@ -102,7 +102,17 @@ class SamplingOptions:
         if (
             limited
             or self.max_tokens is not None
-            or count_tokens(llm, prompt) + (params.max_tokens or 0) <= llm.max_model_len
+            or _count_tokens(llm, prompt) + (params.max_tokens or 0) <= llm.max_model_len
         ):
             return params
         return dataclasses.replace(params, max_tokens=None)
+
+
+def _count_tokens(llm: "LLM", prompt: "Prompt") -> int:
+    """Return the prompt's length in tokens, or 0 for a prompt that the model will refuse."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", ())
+    try:
+        return len(llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    except (AttributeError, TypeError, UnicodeError):  # no tokenizer, or neither a list nor valid text
+        return 0

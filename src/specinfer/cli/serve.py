@@ -14,9 +14,8 @@ import typer
 
 import specinfer
 from specinfer.cli import replicas as replica_command
-from specinfer.cli.config_file import read_config
 from specinfer.cli.errors import UsageError, checking
-from specinfer.cli.flags import flags_of, source_of
+from specinfer.cli.flags import flags_of, read_config, source_of
 from specinfer.cli.loading import LoadingLog
 from specinfer.cli.options import ARGUMENT, DEBUG, ServedOptions, check_local, flag, follow, locate_all
 from specinfer.cli.replicas import ReplicaOptions
