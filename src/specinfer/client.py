@@ -63,11 +63,11 @@ def open_client(url: str, api_key: str | None) -> "httpx.Client":
     return httpx.Client(**_settings(url, api_key))
 
 
-def open_async_client(url: str, api_key: str | None, max_connections: int | None = None) -> "httpx.AsyncClient":
-    """Return a client for any number of concurrent requests, unless `max_connections` limits it."""
+def open_async_client(url: str, api_key: str | None) -> "httpx.AsyncClient":
+    """Return a client for any number of concurrent requests."""
     import httpx
 
-    limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(limits=limits, **_settings(url, api_key))
 
 

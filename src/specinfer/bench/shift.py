@@ -9,6 +9,7 @@ from pathlib import Path
 
 from specinfer.bench.acceptance_report import Block, Setup, ShiftArm
 from specinfer.core.config import SpeculativeConfig
+from specinfer.core.files import read_text
 from specinfer.core.lookups import LOOKUPS
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
@@ -114,12 +115,7 @@ def other_domain(file: str | Path | None, count: int, num_chars: int) -> list[st
     """
     if file is None:
         return prose_prompts(count, num_chars)
-    try:
-        return cut_text(Path(file).read_text(encoding="utf-8-sig"), count, num_chars)
-    except OSError as error:
-        raise ValueError(f"shift_to: {file} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"shift_to: {file} is not UTF-8 text") from error
+    return cut_text(read_text("shift_to", file), count, num_chars)
 
 
 def cut_text(text: str, count: int, num_chars: int) -> list[str]:

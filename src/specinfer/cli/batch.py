@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specinfer.cli.errors import UsageError, checking
 from specinfer.cli.options import ARGUMENT, DEBUG, EngineOptions, flag, load
@@ -62,11 +60,14 @@ def run_batch(
         quiet_libraries(debug=debug)
         llm = load(args, screen)
         kept = files.pop_all()
-    with _naming(output_file), kept, _progress(screen.err, total) as advance:
+    from specinfer.reporting.progress_bar import stage_bar
+
+    with _naming(output_file), kept, stage_bar(screen.err) as bar:
+        bar.stage("requests", total)
         names = tuple(served_model_name or [without_revision(args.model)])
         concurrency = max_concurrency or 2 * llm.max_num_seqs
         try:
-            counts = asyncio.run(_serve(llm, names, lines, output, concurrency, skipped_ids, advance))
+            counts = asyncio.run(_serve(llm, names, lines, output, concurrency, skipped_ids, bar.advance))
         except KeyboardInterrupt:
             screen.note("interrupted: answers that were not written can be had with --resume")
             raise
@@ -167,12 +168,3 @@ def _naming(output_file: str) -> Iterator[None]:
         raise UsageError(
             f"output_file: {output_file} cannot be written: {error.strerror}; free some space, and go on with --resume"
         ) from error
-
-
-@contextlib.contextmanager
-def _progress(console: Console, total: int | None) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on a terminal; yield the function to call after each line."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("requests", total=total)
-        yield lambda: progress.advance(task)

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +17,7 @@ from specinfer.cli.sampling_options import SamplingOptions
 from specinfer.cli.terminal import read_input
 from specinfer.cli.values import parse_json
 from specinfer.core.errors import RequestError
+from specinfer.core.files import read_text
 from specinfer.core.lora import LoRARequest
 from specinfer.core.sampling import SamplingParams
 
@@ -81,12 +81,7 @@ def read_prompts(words: Sequence[str], file: str | None) -> list[PromptLine]:
             "prompt: none given; name one after the model (for one word: with --model), a --file, or pipe lines in"
         )
     name = "standard input" if file in (None, "-") else str(file)
-    try:
-        text = read_input() if file in (None, "-") else Path(str(file)).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"file: {name} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"file: {name} is not UTF-8 text") from error
+    text = read_input() if file in (None, "-") else read_text("file", str(file))
     # Split at line feeds only: str.splitlines would also split at characters that JSON strings may have.
     lines = {f"{name}, line {i}": line for i, line in enumerate(text.split("\n"), 1) if line.strip()}
     if name.endswith(".json"):

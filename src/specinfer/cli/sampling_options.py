@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specinfer.cli.values import is_file_name, is_file_path, parse_object, parse_token_ids, read_text
+from specinfer.cli.values import is_file_name, is_file_path, parse_object, parse_token_ids, text_or_file
 from specinfer.core.config import SPECULATION
 from specinfer.core.options import setting
 from specinfer.core.sampling import SamplingParams
@@ -76,7 +76,7 @@ class SamplingOptions:
         if self.allowed_token_ids is not None:
             settings["allowed_token_ids"] = parse_token_ids("allowed_token_ids", self.allowed_token_ids)
         if self.prediction is not None:
-            settings["prediction"] = read_text("prediction", self.prediction, is_path=is_file_name)
+            settings["prediction"] = text_or_file("prediction", self.prediction, is_path=is_file_name)
         settings["structured_outputs"] = self._structured_outputs()
         for name in ("json_schema", "json_object", "regex", "choice", "grammar"):
             del settings[name]
@@ -85,9 +85,9 @@ class SamplingOptions:
     def _structured_outputs(self) -> dict[str, Any] | None:
         asked: dict[str, Any] = {"regex": self.regex, "choice": self.choice or None}
         if self.json_schema is not None:
-            asked["json"] = read_text("json_schema", self.json_schema, is_path=is_file_path)
+            asked["json"] = text_or_file("json_schema", self.json_schema, is_path=is_file_path)
         if self.grammar is not None:
-            asked["grammar"] = read_text("grammar", self.grammar, is_path=is_file_name)
+            asked["grammar"] = text_or_file("grammar", self.grammar, is_path=is_file_name)
         if self.json_object:
             asked["json_object"] = True
         asked = {name: value for name, value in asked.items() if value is not None}

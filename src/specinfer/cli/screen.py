@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # importing these imports torch, which takes seconds
 
 TARGET_COLOR = "yellow"
 DRAFTER_COLORS = ("green", "cyan", "magenta", "blue")
+_EXCERPT = 60  # characters
 # A model may generate any byte; those that would move the cursor or change the terminal are replaced.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -253,6 +254,6 @@ def stats_line(tokens: int, seconds: float, stats: Any, origins: Sequence[str | 
     return f"{made}: {stats['tokens_per_pass']:.2f} a pass · {guesses} · {speed}{reason}"
 
 
-def _excerpt(prompt: str | None, length: int = 60) -> str:
+def _excerpt(prompt: str | None) -> str:
     words = " ".join((prompt or "token ids").split())
-    return words if len(words) <= length else words[: length - 1] + "…"
+    return words if len(words) <= _EXCERPT else words[: _EXCERPT - 1] + "…"

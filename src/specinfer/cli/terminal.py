@@ -35,7 +35,7 @@ def read_input() -> str:
         raise UsageError("standard input is not UTF-8 text") from error
 
 
-def typed_lines(mark: str = "> ") -> Iterator[str]:
+def typed_lines() -> Iterator[str]:
     """Yield the lines of standard input that are not blank."""
     interactive = is_interactive()
     if interactive:
@@ -43,7 +43,7 @@ def typed_lines(mark: str = "> ") -> Iterator[str]:
             import readline  # noqa: F401  # line editing and history; the import writes to the terminal
     while True:
         try:
-            line = input(mark if interactive else "")
+            line = input("> " if interactive else "")
         except EOFError:
             if interactive:
                 print()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.cli.flags import warn_renamed
+from specinfer.core.files import read_text
 from specinfer.core.options import current_names
 from specinfer.core.vllm_names import from_speculative_config
 from specinfer.engine_args import EngineArgs
@@ -52,7 +53,7 @@ def join_dotted(flag: str, words: Sequence[str]) -> list[str]:
     return [*rest, flag, json.dumps(values)] if values else rest
 
 
-def read_text(name: str, value: str, *, is_path: Callable[[str], bool]) -> str:
+def text_or_file(name: str, value: str, *, is_path: Callable[[str], bool]) -> str:
     """Return the text of the named file, or the value itself if there is no such file.
 
     Args:
@@ -64,12 +65,7 @@ def read_text(name: str, value: str, *, is_path: Callable[[str], bool]) -> str:
         return value
     if not is_file and is_path(value):
         raise ValueError(f"--{name.replace('_', '-')}: no such file: {value}; check its name and folder")
-    try:
-        return Path(value).read_text(encoding="utf-8-sig") if is_file else value
-    except OSError as error:
-        raise ValueError(f"{name}: {value} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: {value} is not UTF-8 text") from error
+    return read_text(name, value) if is_file else value
 
 
 def is_file_name(value: str) -> bool:

@@ -1,4 +1,4 @@
-"""Files that are stored between runs: their folder, and writes that are complete or do not happen."""
+"""Files: texts that settings name, the folder of the cache, and writes that are complete or do not happen."""
 
 import os
 import threading
@@ -28,3 +28,17 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, is_shared: 
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_text(name: str, path: str | Path) -> str:
+    """Return the text of a file that a setting names.
+
+    Raises:
+        ValueError: It cannot be read, or is not text; the message names the setting.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{name}: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: {path} is not UTF-8 text") from error

@@ -4,9 +4,9 @@ import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from specinfer.core.files import read_text
 from specinfer.core.lora import LoRARequest, parse_modules
 from specinfer.core.options import check_settings, setting
 from specinfer.server.keys import KeySettings, check_key, named, read_key_file
@@ -16,21 +16,12 @@ _MODEL, _ADDRESS, _ACCESS, _LIMITS, _WATCH = "Model", "Address", "Access", "Limi
 _DAY: dict[str, Any] = {"low": 0, "high": 86400.0}  # seconds
 
 
-def _text_of(name: str, path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"{name}: {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: {path} is not UTF-8 text") from error
-
-
 def _template(path: str) -> str:
-    return _text_of("chat_template", path)
+    return read_text("chat_template", path)
 
 
 def _key_settings(path: str) -> dict[str, KeySettings]:
-    return read_key_file(path, _text_of("api_key_file", path))
+    return read_key_file(path, read_text("api_key_file", path))
 
 
 def _lowered(names: Sequence[str]) -> tuple[str, ...]:
