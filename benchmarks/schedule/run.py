@@ -29,8 +29,8 @@ from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy, budget_of
 from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.features import find_slots
-from specinfer.policy.learned_policy import LearnedPolicy, load_policy_network
 from specinfer.policy.network import PolicyNetwork
+from specinfer.policy.network_choice import NetworkChoice, load_policy_network
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.files import check_files, options_of
 from specinfer.reporting.progress_bar import stage_bar
@@ -85,13 +85,14 @@ def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Sche
             runs = take_turns(turns, progress, measure, check)
             environment = Environment.from_llm(llm, models.drafter_parameters)
     learned = policies[LEARNED]
-    assert isinstance(learned, LearnedPolicy)
+    assert isinstance(learned, AutoPolicy)
+    assert learned.network is not None
     arms = [Arm(name, tuple(runs[1, name])) for name in policies]
     report = ScheduleReport(
         Comparison(arms[0], tuple(arms[1:])),
         tuple(one.part for one in work),
         kinds or PARTS,
-        {"decided": learned.num_decided, **learned.num_fallen_back},
+        {"decided": learned.network.num_decided, **learned.network.num_fallen_back},
         options_of(config),
         environment,
     )
@@ -130,5 +131,6 @@ def _policies(config: ScheduleConfig, llm: LLM) -> dict[str, SpeculationPolicy]:
         budget = budget_of(parse_tree(tree), len(asked))
         made[name] = FixedPolicy(budget if which == "all" else replace(budget, drafters=frozenset(asked)))
     made[AUTO] = AutoPolicy(copy.deepcopy(costs))
-    made[LEARNED] = LearnedPolicy(predictor, copy.deepcopy(costs), llm.drafter)
+    own_costs = copy.deepcopy(costs)
+    made[LEARNED] = AutoPolicy(own_costs, network=NetworkChoice(predictor, own_costs, llm.drafter))
     return made

@@ -135,8 +135,12 @@ class LLM:
 
         Otherwise the first one with "auto" waits, and without speculation targets are not planned for.
         """
-        self.engine.policy = self._parts.speculator.prepare(self.engine.policy)
-        self._parts.scheduler.planner = self._parts.speculator.planner
+        speculator = self._parts.speculator
+        is_usual = self.engine.policy is speculator.policy
+        speculator.prepare()
+        if is_usual:
+            self.engine.policy = speculator.policy
+        self._parts.scheduler.planner = speculator.planner
 
     def adapt(self, seconds: float) -> None:
         """Let drafters learn from served text for the given time, or until there is nothing left to learn.

@@ -11,9 +11,9 @@ from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.engine.engine import Engine
 from specinfer.engine.tally import Tally
 from specinfer.model.runner import ModelRunner
+from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
-from specinfer.policy.plain_policy import PlannedPlainPolicy
 from tiny import make_engine, make_request, random_prompts, resized, run
 
 Runners = Callable[..., ModelRunner]
@@ -27,7 +27,7 @@ def _engine(runner_of: Runners, *, speculates: bool = False, num_slots: int = 60
     target = resized(runner_of("llama"), num_slots)
     drafter = MergedDrafter([NGramDrafter()]) if speculates else None
     engine = make_engine(target, drafter, (1, 1) if speculates else ())
-    engine.scheduler.planner = PlannedPlainPolicy(COSTS, "off").planner
+    engine.scheduler.planner = AutoPolicy(COSTS, why_off="off").planner
     engine.observers.append(tally := Tally())
     return engine, tally
 

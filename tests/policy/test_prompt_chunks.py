@@ -12,15 +12,14 @@ from specinfer.core.step_record import StepRecord
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
-from specinfer.policy.plain_policy import PlannedPlainPolicy
 from tiny import make_request
 
 # Passes over more than 8 rows take their share, and one row takes a second.
 COSTS = [max(1.0, size / 8) for size in SIZES]
 
 
-def _policy() -> PlannedPlainPolicy:
-    return PlannedPlainPolicy(make_costs(COSTS), "off")
+def _policy() -> AutoPolicy:
+    return AutoPolicy(make_costs(COSTS), why_off="off")
 
 
 def _reader(num_unread: int) -> Request:
@@ -51,7 +50,7 @@ def test_the_first_token_of_a_short_prompt_does_not_wait_for_a_large_chunk() -> 
 @pytest.mark.parametrize("most", [512, 511, 2048, 300, 20, 1, 0])
 def test_chunks_stay_large_enough_to_be_worth_a_pass(most: int) -> None:
     """On this machine every row costs as much as a pass over one."""
-    planner = PlannedPlainPolicy(make_costs([float(size) for size in SIZES]), "off").planner
+    planner = AutoPolicy(make_costs([float(size) for size in SIZES]), why_off="off").planner
     least = planner.max_tokens([make_span().request], {_reader(6000): 6000}, most)
     assert least == min(32, most)
 
@@ -91,7 +90,7 @@ def _beside_a_long_prompt(
     Returns:
         The steps in which the long prompt was read, and the times to the first token of the long and the short one.
     """
-    policy = AutoPolicy(known) if speculates else PlannedPlainPolicy(known, "off")
+    policy = AutoPolicy(known) if speculates else AutoPolicy(known, why_off="off")
     drafting = SimulatedDrafting(costs, 0.6, seed=0)
     server = SimulatedServer(MachineCosts(costs), drafting, policy, policy.planner)
     requests, plain = [], float(costs.target(1))

@@ -11,7 +11,6 @@ from specinfer.core.tree import OFF, TokenTree
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.cost_model import CostModel
-from specinfer.policy.plain_policy import PlannedPlainPolicy
 from specinfer.verify import Acceptance
 from tiny import make_request
 
@@ -143,7 +142,7 @@ def test_without_speculation_targets_are_met_by_what_passes_cost(name: str, rate
     costs = roofline_costs(*MACHINES[name])
     tight = RequestClass(0.5, 60, 40, SLO(ttft=2000, tpot=1600 * float(costs.target(1))))
     free = RequestClass(0.5, 400, 60)
-    planned = PlannedPlainPolicy(CostModel.from_dict(costs.as_dict()), "off")
+    planned = AutoPolicy(CostModel.from_dict(costs.as_dict()), why_off="off")
     found, longest = list[int](), list[float]()
     for policy in ((FixedPolicy(), None), (planned, planned.planner)):
         server = ArrivingRequests(costs, (tight, free), rate, is_aware=True, seed=1, policy=policy)
@@ -156,7 +155,7 @@ def test_without_speculation_targets_are_met_by_what_passes_cost(name: str, rate
 
 def test_plain_decoding_with_a_planner_follows_what_passes_take() -> None:
     costs = make_costs(COSTS)
-    policy = PlannedPlainPolicy(costs, "off")
+    policy = AutoPolicy(costs, why_off="off")
     spans = [_span(1.2) for _ in range(3)]
     assert policy.budgets(spans) == [OFF] * 3
     assert policy.reason(spans[0].request) == "off"

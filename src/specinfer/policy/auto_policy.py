@@ -1,7 +1,8 @@
-"""The speculation policy "auto": the tree size that is fastest at the observed acceptance and costs, or plain decoding.
+"""The speculation policy "auto": the tree size that is fastest at the expected acceptance and costs, or plain decoding.
 
 Each step teaches the acceptance model and the cost model; the optimiser chooses from both. So a busy batch or a poor
-drafter leads to small trees or none, and an idle machine and a good drafter to large ones.
+drafter leads to small trees or none, and an idle machine and a good drafter to large ones. A network that was trained
+for the drafters predicts acceptance for each request; without one, acceptance is that observed for each rank.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,7 +17,8 @@ from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from specinfer.policy.lookup_policy import LookupPolicy, begins_text
-from specinfer.policy.optimizer import TreeOptimizer, num_to_read
+from specinfer.policy.network_choice import NetworkChoice
+from specinfer.policy.optimizer import TreeOptimizer, TreeSizes, num_to_read
 from specinfer.policy.remeasurement import Remeasurement
 from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.verify import Acceptance
@@ -29,9 +31,10 @@ class AutoPolicy:
         costs: Costs of steps.
         lookups: Names of the drafters that are no models, if others are: they may draft alone.
         has_self: Whether the target itself, cheaper, is a drafter: it is right more often than others.
+        network: The learned choice for each request, or None if no network was trained.
+        why_off: Reason for never having trees, if there is no drafter; passes and prompts are planned all the same.
     """
 
-    reads_logits = False
     REVIEW = 8  # steps between choices for the same number of requests, because choosing costs time too
     RETRY = 50  # steps without speculation before one step tests whether it would be worthwhile, for whatever reason
     MAX_RETRY = 1000  # the same where a test costs more than `TEST_SHARE` of the time of fewer steps
@@ -42,11 +45,20 @@ class AutoPolicy:
     PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
     DELAY = 0.03  # share of the time to a first token by which trees of others may delay it
 
-    def __init__(self, costs: CostModel, lookups: Collection[str] = (), *, has_self: bool = False) -> None:
-        self.costs = costs
+    def __init__(
+        self,
+        costs: CostModel,
+        lookups: Collection[str] = (),
+        *,
+        has_self: bool = False,
+        network: NetworkChoice | None = None,
+        why_off: str | None = None,
+    ) -> None:
+        self.costs, self.network, self._why_off = costs, network, why_off
         self._lookups = LookupPolicy(costs, lookups)
         self.acceptance = AcceptanceModel(AcceptanceModel.SELF_PRIOR if has_self else AcceptanceModel.PRIOR)
-        self.optimizer = TreeOptimizer(costs, self.acceptance)
+        sizes = None if why_off is None else TreeSizes.none()
+        self.optimizer = TreeOptimizer(costs, self.acceptance, sizes)
         self.planner = SLOPlanner(costs, self.optimizer)
         self._budget = OFF
         self._num_steps = 0
@@ -56,7 +68,25 @@ class AutoPolicy:
         self._remeasurement: Remeasurement | None = None  # under way
         self._pause = 0.0  # seconds of steps until passes may be measured again
 
+    @property
+    def reads_logits(self) -> bool:
+        return self.network is not None
+
+    def prepare(self) -> None:
+        pass
+
     def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
+        if self._why_off is not None:
+            return [OFF] * len(spans)
+        if self.network is None:
+            return self._by_rank(spans, reading)
+        budgets = self.network.budgets(spans)
+        others = [span for span, budget in zip(spans, budgets, strict=True) if budget is None]
+        by_rank = iter(self._by_rank(others, reading) if others else ())
+        return [next(by_rank) if budget is None else budget for budget in budgets]
+
+    def _by_rank(self, spans: Sequence[Span], reading: Sequence[Span]) -> list[TreeBudget]:
+        """Return the budgets by the observed acceptance of ranks, which requests with latency targets may exceed."""
         self.costs.follow(sum(span.start for span in (*spans, *reading)), len(spans) + len(reading))
         if self._remeasurement is None and self._pause <= 0.0 and self._may_remeasure(len(spans)):
             assert isinstance(self.costs.target, Curve)
@@ -174,9 +204,20 @@ class AutoPolicy:
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
-        pass
+        if self.network is not None:
+            self.network.on_tokens(request, tree, acceptance, logits, num_generated)
 
     def reason(self, request: Request) -> str | None:
+        if self._why_off is not None:
+            return self._why_off
+        if self.network is None:
+            return self._why_plain(request)
+        if (doubt := self.network.doubt) is None:
+            return "speculation policy: plain decoding was expected to be the fastest for most of this text"
+        by_rank = self._why_plain(request)
+        return by_rank and f"{doubt}; {by_rank}"
+
+    def _why_plain(self, request: Request) -> str | None:
         num_requests = max(self._num_requests, 1)
         if not self._budget.max_nodes:
             does = (
@@ -189,8 +230,10 @@ class AutoPolicy:
             return None
         return "auto: plain decoding, reading the prompt with the drafter takes longer than its draft tokens save"
 
-    def summary(self) -> str:
-        """Return one line on what the costs and the acceptance promise for a single request."""
+    def summary(self) -> str | None:
+        """Return one line on what costs and acceptance promise for a single request, or None if a network decides."""
+        if self.network is not None:
+            return None
         trial = TreeOptimizer(self.costs, self.acceptance)
         budget = trial.choose(1)
         if not budget.max_nodes:

@@ -9,6 +9,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.core.tree_shape import TreeShape
+from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.verify import Acceptance
 
 TREE_OFF = "tree off: plain decoding was asked for"
@@ -49,6 +50,19 @@ class SpeculationPolicy(Protocol):
         ...
 
 
+class PlanningPolicy(SpeculationPolicy, Protocol):
+    """Interface of a policy of an engine, which may also plan the batch and the reading of prompts."""
+
+    @property
+    def planner(self) -> SLOPlanner | None:
+        """The planner for latency targets, or None if nothing has costs."""
+        ...
+
+    def prepare(self) -> None:
+        """Measure the costs that a request with "auto" needs, so that requests need not wait for it later."""
+        ...
+
+
 class FixedPolicy:
     """A speculation policy with the same budget for every request in every step.
 
@@ -58,9 +72,13 @@ class FixedPolicy:
     """
 
     reads_logits = False
+    planner = None
 
     def __init__(self, budget: TreeBudget = OFF, why_off: str = TREE_OFF) -> None:
         self._budget, self._why_off = budget, why_off
+
+    def prepare(self) -> None:
+        pass
 
     def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         return [self._budget] * len(spans)

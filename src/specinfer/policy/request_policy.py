@@ -9,7 +9,7 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.core.tree_shape import TreeShape, parse_tree
 from specinfer.policy.auto_policy import AutoPolicy
-from specinfer.policy.base import TREE_OFF, FixedPolicy, SpeculationPolicy, budget_of
+from specinfer.policy.base import TREE_OFF, FixedPolicy, PlanningPolicy, budget_of
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.verify import Acceptance
@@ -27,20 +27,20 @@ class RequestPolicy:
 
     def __init__(
         self,
-        default: SpeculationPolicy,
-        make_auto: Callable[[], SpeculationPolicy],
+        default: PlanningPolicy,
+        make_auto: Callable[[], PlanningPolicy],
         num_drafters: int = 1,
         *,
         is_auto: bool = False,
     ) -> None:
         self._default = default
         self._make_auto = make_auto
-        self._auto: SpeculationPolicy | None = None
+        self._auto: PlanningPolicy | None = None
         self._num_drafters = num_drafters
         self._of_default = (None, "auto") if is_auto else (None,)
 
     @property
-    def _policies(self) -> list[SpeculationPolicy]:
+    def _policies(self) -> list[PlanningPolicy]:
         return [self._default] if self._auto is None else [self._default, self._auto]
 
     @property
@@ -49,11 +49,9 @@ class RequestPolicy:
 
     @property
     def planner(self) -> SLOPlanner | None:
-        """The planner for latency targets, or None if nothing has costs."""
-        return next((policy.planner for policy in self._policies if isinstance(policy, AutoPolicy)), None)
+        return next((policy.planner for policy in self._policies if policy.planner is not None), None)
 
     def prepare(self) -> None:
-        """Measure the costs that a request with "auto" needs, so that requests need not wait for it later."""
         if self._auto is None and "auto" not in self._of_default:
             self._auto = self._make_auto()
 
@@ -109,7 +107,7 @@ def make_policy(
     shape: TreeShape,
     make_costs: Callable[[], CostModel],
     num_drafters: int = 1,
-    auto: Callable[[CostModel], SpeculationPolicy] = AutoPolicy,
+    auto: Callable[[CostModel], PlanningPolicy] = AutoPolicy,
 ) -> RequestPolicy:
     """Make the policy for a shape; costs are measured only if something asks for "auto".
 
@@ -120,7 +118,7 @@ def make_policy(
         auto: Function that makes the policy for "auto" from costs.
     """
 
-    def make_auto() -> SpeculationPolicy:
+    def make_auto() -> PlanningPolicy:
         return auto(make_costs())
 
     default = make_auto() if shape.is_auto else FixedPolicy(budget_of(shape, num_drafters))

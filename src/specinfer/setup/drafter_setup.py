@@ -1,7 +1,7 @@
 """The drafters that were loaded for a target, and the policy that sets how much they propose."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +21,11 @@ from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy.auto_policy import AutoPolicy
-from specinfer.policy.base import NO_DRAFTER, TREE_OFF, FixedPolicy, SpeculationPolicy
+from specinfer.policy.base import NO_DRAFTER, TREE_OFF, FixedPolicy, PlanningPolicy, SpeculationPolicy
 from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
-from specinfer.policy.learned_policy import LearnedPolicy, load_policy_network
 from specinfer.policy.network import PolicyNetwork
-from specinfer.policy.plain_policy import PlannedPlainPolicy
+from specinfer.policy.network_choice import NetworkChoice, load_policy_network
 from specinfer.policy.request_policy import RequestPolicy, make_policy
 from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.policy.step_log import LoggedPolicy, StepLogFile
@@ -119,7 +118,8 @@ class Speculator:
         self._predictor: PolicyNetwork | None = None
         self._is_off = False  # set by `configure`
         self.drafter: MergedDrafter | None = None
-        self.policy: SpeculationPolicy = FixedPolicy()
+        self._planning: PlanningPolicy = FixedPolicy()  # decides, also where the steps of `policy` are logged
+        self.policy: SpeculationPolicy = self._planning
         self.draft_programs: list[DraftPrograms] = []
 
     @property
@@ -175,8 +175,8 @@ class Speculator:
         policy = config.speculation_policy
         self._predictor = None if policy is None else load_policy_network(policy, self.drafter)
         self._is_off = config.shape.is_off
-        self.policy = self.make_policy(config.shape)
-        if isinstance(self.policy, RequestPolicy) and (summary := self.policy.summary()) is not None:
+        self.policy = self._planning = self.make_policy(config.shape)
+        if isinstance(self._planning, RequestPolicy) and (summary := self._planning.summary()) is not None:
             logger.info("%s", summary)
         if self._step_log is not None and self.drafter is not None:
             if self.drafter.selection is not None or (config.draft_sampling not in CHOSEN and len(kinds) > 1):
@@ -187,7 +187,7 @@ class Speculator:
             self.policy = LoggedPolicy(self.policy, self.drafter, self._step_log.note)
             self._step_log.start(self.policy.tracker)
 
-    def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> SpeculationPolicy:
+    def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> PlanningPolicy:
         """Return the policy for a tree shape.
 
         Args:
@@ -201,34 +201,32 @@ class Speculator:
         names = [one.name for one in self.drafter.drafters]
         lookups = LOOKUPS.keys() & names if any(map(is_model, names)) else ()
         has_self = any(map(is_self, names))
-        auto: Callable[[CostModel], SpeculationPolicy] = partial(AutoPolicy, lookups=lookups, has_self=has_self)
-        if learned and self._predictor is not None:
-            auto = partial(LearnedPolicy, self._predictor, drafter=self.drafter)
-        return make_policy(shape, make_costs, self.drafter.num_drafters, auto)
+        drafter, network = self.drafter, self._predictor if learned else None
+
+        def auto(costs: CostModel) -> AutoPolicy:
+            choice = None if network is None else NetworkChoice(network, costs, drafter)
+            return AutoPolicy(costs, lookups, has_self=has_self, network=choice)
+
+        return make_policy(shape, make_costs, drafter.num_drafters, auto)
 
     @property
     def planner(self) -> SLOPlanner | None:
         """The planner for latency targets, or None if no costs were measured."""
-        inner = self.policy.policy if isinstance(self.policy, LoggedPolicy) else self.policy
-        return inner.planner if isinstance(inner, (RequestPolicy, PlannedPlainPolicy)) else None
+        return self._planning.planner
 
     @property
     def _why_off(self) -> str:
         return TREE_OFF if self._is_off else NO_DRAFTER
 
-    def prepare(self, policy: SpeculationPolicy) -> SpeculationPolicy:
-        """Measure now the costs that latency targets and a request with its own "auto" need; return the policy to use.
+    def prepare(self) -> None:
+        """Measure now the costs that latency targets and a request with its own "auto" need.
 
         Slow passes of a streamed target are not measured for latency targets alone.
         """
-        inner = policy.policy if isinstance(policy, LoggedPolicy) else policy
-        if isinstance(inner, RequestPolicy):
-            inner.prepare()
-        elif self.drafter is None and self._target.loaded.stream is None and policy is self.policy:
+        self._planning.prepare()
+        if self.drafter is None and self._target.loaded.stream is None:
             costs = cached_costs(self._target, None, progress=self._progress)
-            self.policy = PlannedPlainPolicy(costs, self._why_off)
-            return self.policy
-        return policy
+            self.policy = self._planning = AutoPolicy(costs, why_off=self._why_off)
 
     def close(self) -> None:
         """Close the step log."""

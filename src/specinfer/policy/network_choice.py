@@ -1,8 +1,9 @@
-"""The learned speculation policy: drafters and tree size for each request and step, from the request's features.
+"""The learned speculative scheduler: drafters and tree size for each request and step, from the request's features.
 
 A network gives the expected tokens, the live cost model the seconds, and the choice is the most tokens per second for
 the current batch. Requests share a pass, so nodes are priced by what they add to it, and levels by the deepest tree.
-Observed acceptance corrects the expectation. If the network cannot be trusted, the policy "auto" decides.
+Observed acceptance corrects the expectation. The policy "auto" asks for these choices if a network was trained, and
+chooses by the observed acceptance of ranks where the network cannot be trusted.
 Source: the learning-based speculative scheduler of SpecInfer's first version (arXiv 2305.09781v1).
 """
 
@@ -16,10 +17,8 @@ import numpy as np
 from torch import Tensor
 
 from specinfer.core.request import Request, Span
-from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
-from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.batch_optimizer import choose_configurations, rates_alone
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
@@ -71,24 +70,21 @@ class _RequestState:
     num_without_model: int = 0
 
 
-class LearnedPolicy:
-    """A speculation policy that chooses from the network's configurations.
+class NetworkChoice:
+    """A choice from the network's configurations.
 
     Args:
         network: Network that predicts the tokens, nodes and levels of each configuration.
-        costs: Costs of steps, shared with the fallback policy.
+        costs: Costs of steps.
         drafter: The drafter that the budgets are for.
 
     Attributes:
         num_decided: Choices made by the network.
-        num_fallen_back: Choices left to the policy "auto", by reason: "drafters", "prediction", "range" or "error".
+        num_fallen_back: Choices that it did not make, by reason: "drafters", "prediction", "range" or "error".
     """
 
-    reads_logits = True
-
     def __init__(self, network: PolicyNetwork, costs: CostModel, drafter: Drafter) -> None:
-        self.costs = costs
-        self.fallback = AutoPolicy(costs)
+        self._costs = costs
         self.num_decided = 0
         self.num_fallen_back: Counter[str] = Counter()
         self._network = network
@@ -116,38 +112,31 @@ class LearnedPolicy:
         self._num_resting = 0
         if not self._fits:
             logger.warning(
-                "the speculation policy was trained with drafters %s, not %s: trees are chosen by cost alone",
+                "the speculation policy was trained with drafters %s, not %s: trees are chosen by observed acceptance",
                 ", ".join(network.slots), ", ".join(slots) or "none",
             )  # fmt: skip
 
-    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
+    def budgets(self, spans: Sequence[Span]) -> list[TreeBudget | None]:
+        """Return the budget of each request, or None where the network cannot be trusted."""
         if not self._fits:
-            return self._fall_back(spans, reading, "drafters")
+            self.num_fallen_back["drafters"] += len(spans)
+            return [None] * len(spans)
         features = self._tracker.features(spans)
         if self._num_resting:
             self._num_resting -= 1
-            return self._fall_back(spans, reading, "error")
-        known = self._network.knows(features)
-        predicted = np.asarray([bool(span.request.prediction_ids) for span in spans])
-        chosen = known & ~predicted
-        if chosen.all():
-            return self._decide(spans, features)
-        deciding = [i for i in range(len(spans)) if chosen[i]]
-        left = [i for i in range(len(spans)) if not chosen[i]]
-        self.num_fallen_back["prediction"] += int(predicted.sum())
-        self.num_fallen_back["range"] += int((~known & ~predicted).sum())
-        budgets = [OFF] * len(spans)
-        others = self.fallback.budgets([spans[i] for i in left], reading)
-        for i, budget in zip(left, others, strict=True):
-            budgets[i] = budget
+            self.num_fallen_back["error"] += len(spans)
+            return [None] * len(spans)
+        is_known = self._network.knows(features)
+        is_predicted = np.asarray([bool(span.request.prediction_ids) for span in spans])
+        out_of_range = int((~is_known & ~is_predicted).sum())
+        self.num_fallen_back += Counter(prediction=int(is_predicted.sum()), range=out_of_range)
+        deciding = np.flatnonzero(is_known & ~is_predicted).tolist()
+        budgets: list[TreeBudget | None] = [None] * len(spans)
         if deciding:
-            for i, budget in zip(deciding, self._decide([spans[i] for i in deciding], features[deciding]), strict=True):
+            chosen = self._decide([spans[i] for i in deciding], features[deciding])
+            for i, budget in zip(deciding, chosen, strict=True):
                 budgets[i] = budget
         return budgets
-
-    def _fall_back(self, spans: Sequence[Span], reading: Sequence[Span], reason: str) -> list[TreeBudget]:
-        self.num_fallen_back[reason] += len(spans)
-        return self.fallback.budgets(spans, reading)
 
     def _decide(self, spans: Sequence[Span], features: Floats) -> list[TreeBudget]:
         if len(self._states) > 2 * len(spans) + 64:
@@ -157,15 +146,15 @@ class LearnedPolicy:
         for_all = (expected.tokens - 1.0) * [self._ratios[one.slots]() for one in self._network.configurations]
         corrected = ExpectedYield(1.0 + for_all * self._own(states), expected.nodes, expected.levels)
         num_context = sum(span.start for span in spans)
-        self.costs.follow(num_context // len(spans), 1)
-        alone = rates_alone(corrected, self.costs)
-        self.costs.follow(num_context, len(spans))
+        self._costs.follow(num_context // len(spans), 1)
+        alone = rates_alone(corrected, self._costs)
+        self._costs.follow(num_context, len(spans))
         pace = 1.0 / alone.mean(axis=0)
         self._pace = pace if self._pace is None else _CALM * self._pace + (1.0 - _CALM) * pace
         self._charge_reading(spans, corrected, alone)
-        chosen = choose_configurations(corrected, self.costs)
+        chosen = choose_configurations(corrected, self._costs)
         if len(spans) == 1:
-            chosen[0] = self._usual_unless_clearly_better(rates_alone(corrected, self.costs)[0])
+            chosen[0] = self._usual_unless_clearly_better(rates_alone(corrected, self._costs)[0])
         budgets = []
         for i, (one, choice) in enumerate(zip(states, chosen.tolist(), strict=True)):
             if self._uses_model[choice]:
@@ -210,10 +199,10 @@ class LearnedPolicy:
         """Exclude models if the possible gain is less than the cost of reading the prompt."""
         for i, (span, rates) in enumerate(zip(spans, alone, strict=True)):
             request = span.request
-            if request.drafter_knows or not self.costs.read_token:
+            if request.drafter_knows or not self._costs.read_token:
                 continue
             gain_per_token = 1.0 / rates[~self._uses_model].max() - 1.0 / rates.max()
-            reading = self.costs.read_token * (len(request.token_ids) - request.num_cached)
+            reading = self._costs.read_token * (len(request.token_ids) - request.num_cached)
             if gain_per_token * request.max_new_tokens <= reading:
                 expected.tokens[i, self._uses_model] = 0.0
 
@@ -245,16 +234,12 @@ class LearnedPolicy:
             self._overall = _Ratio(prior=_DOUBT)
             self._ratios = {slots: _Ratio() for slots in self._ratios}
 
-    def reason(self, request: Request) -> str | None:
-        by_cost = self.fallback.reason(request)
+    @property
+    def doubt(self) -> str | None:
+        """Why the network decides nothing at present, or None if it does."""
         if not self._fits:
-            return by_cost and f"the speculation policy was trained with other drafters; {by_cost}"
-        if self._num_resting:
-            return by_cost and f"the speculation policy was wrong about acceptance; {by_cost}"
-        return "speculation policy: plain decoding was expected to be the fastest for most of this text"
-
-    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        self.fallback.observe(step, outcomes)  # also updates the costs
+            return "the speculation policy was trained with other drafters"
+        return "the speculation policy was wrong about acceptance" if self._num_resting else None
 
 
 def load_policy_network(path: str, drafter: Drafter | None) -> PolicyNetwork:
