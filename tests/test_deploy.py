@@ -28,7 +28,7 @@ from specinfer.server.keys import read_key_file
 from specinfer.server.metrics import Metrics
 from specinfer.server.protocol import ChatFields, CompletionFields
 from specinfer.server.replicas import numbers
-from specinfer.server.replicas.numbers import RouterMetrics
+from specinfer.server.replicas.metrics import RouterMetrics
 from specinfer.server.state import ServerState
 
 ROOT = Path(__file__).resolve().parent.parent

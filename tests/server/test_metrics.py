@@ -21,13 +21,12 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.engine.engine import Engine
 from specinfer.engine.tally import MAX_POSITION, Tally
 from specinfer.llm import LLM
-from specinfer.server import telemetry
+from specinfer.server import observation
 from specinfer.server.logs import BackgroundHandler, StatsLog, configure
 from specinfer.server.metrics import REFUSALS, Metrics, as_vllm
 from specinfer.server.middleware import REQUEST_ID
-from specinfer.server.observation import Observation
+from specinfer.server.observation import Observation, Telemetry
 from specinfer.server.state import ServerState
-from specinfer.server.telemetry import Telemetry
 from tiny import random_prompts
 
 # vLLM's names, behind the prefix: what reads its metrics reads ours.
@@ -226,7 +225,7 @@ def test_passes_and_tokens_are_counted_by_the_rule_that_auto_chose(model_folder:
 
 
 def test_every_error_code_of_the_server_has_its_own_class() -> None:
-    folder = Path(telemetry.__file__).parent
+    folder = Path(observation.__file__).parent
     sources = "".join((folder / f"{name}.py").read_text() for name in ("app", "auth", "errors", "json_body", "limits"))
     codes = set(re.findall(r'code = "([a-z_]+)"|code="([a-z_]+)"', sources + (folder / "state.py").read_text()))
     assert {one or other for one, other in codes} - REFUSALS == set()
@@ -376,10 +375,10 @@ def test_each_prompt_has_a_span(llm: LLM) -> None:
 
 
 def test_spans_need_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    telemetry.check_installed()
+    observation.check_installed()
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk", None)
     with pytest.raises(ValueError, match=r"otlp_endpoint: .*specinfer\[otel\]"):
-        telemetry.check_installed()
+        observation.check_installed()
 
 
 def test_all_that_watches_is_put_together_and_taken_apart(

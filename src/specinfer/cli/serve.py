@@ -88,10 +88,10 @@ def serve(
         settings = {**engine.given, **{flag.name: context.params[flag.name] for flags in others for flag in flags}}
 
         def work(parent: ParentProcess | None = None, listener: socket.socket | None = None) -> int:
-            from specinfer.server import logs, process, telemetry
+            from specinfer.server import logs, observation, process
 
             if server.otlp_endpoint is not None:
-                telemetry.check_installed()
+                observation.check_installed()
             _start_logs(context, str(args.model), server, settings, debug)
             follow(args)
             try:

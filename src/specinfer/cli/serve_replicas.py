@@ -31,6 +31,6 @@ def build(flags: dict[str, Any]) -> Any:
     # The proxies listen for other machines, so a key is required.
     deployment = read_deployment(command, "serve", ["--host=0.0.0.0", "--ray-address=auto", *words], None)
     check_installed()
-    from specinfer.server.replicas.ingress import with_ingress
+    from specinfer.server.replicas.replica_set import with_ingress
 
     return with_ingress(deployment)

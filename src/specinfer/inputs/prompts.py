@@ -19,8 +19,7 @@ from specinfer.core.thought import Reasoning, Thought
 from specinfer.inputs.arguments import Message, Prompt, text_of
 from specinfer.inputs.formats.calls import CallFormat
 from specinfer.inputs.formats.lark import SpecialToken
-from specinfer.inputs.formats.reasoning import ReasoningFormat
-from specinfer.inputs.formats.reasoning_grammar import with_thought
+from specinfer.inputs.formats.reasoning import ReasoningFormat, with_thought
 from specinfer.inputs.job import Job
 from specinfer.inputs.prompt_limits import PromptLimits
 from specinfer.inputs.text_reader import BoundedTextReader, LocalTextReader, TextReader

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from specinfer.core.lora import LoRARequest
 from specinfer.server.errors import ApiError
-from specinfer.server.parsed_request import ParsedRoute
+from specinfer.server.json_body import ParsedRoute
 from specinfer.server.state import ServerState, state_of
 
 router = APIRouter(route_class=ParsedRoute)

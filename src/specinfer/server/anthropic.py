@@ -17,13 +17,13 @@ from specinfer.server.anthropic_blocks import MessageBlocks
 from specinfer.server.anthropic_messages import add_messages
 from specinfer.server.call import Call
 from specinfer.server.chat import queue_conversation, read_conversation
-from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import renamed
-from specinfer.server.parsed_request import ParsedRoute
+from specinfer.server.json_body import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.protocol import USE_CHAT, ChatFields, Float, Int, Objects, Text, as_fields, check_single
 from specinfer.server.responses_fields import Conversation
 from specinfer.server.state import state_of
+from specinfer.server.stream import until_disconnect
 
 router = APIRouter(route_class=ParsedRoute)
 _REFUSED = {"logprobs": USE_CHAT, "top_logprobs": USE_CHAT}

@@ -9,9 +9,9 @@ from specinfer.generation import Generation
 from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server.dialect import ANTHROPIC
 from specinfer.server.errors import ApiError
+from specinfer.server.generations import metrics_of, usage_of
 from specinfer.server.json_body import read_generated
 from specinfer.server.responses_items import sealed
-from specinfer.server.usage import metrics_of, usage_of
 
 _EMPTY: Mapping[str, Mapping[str, Any]] = {  # the fields of a block at its start, by its type
     "text": {"text": ""},

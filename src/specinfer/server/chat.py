@@ -17,9 +17,9 @@ from specinfer.llm import LLM
 from specinfer.server.call import Call
 from specinfer.server.custom_tools import Parser
 from specinfer.server.errors import ApiError
+from specinfer.server.json_body import ParsedRoute
 from specinfer.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params, truncated
-from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ChoicesResponse, deltas_of, respond
 from specinfer.server.protocol import ChatFields
 from specinfer.server.response_format import structured_outputs_of

@@ -16,9 +16,9 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
 from specinfer.server.call import Call
 from specinfer.server.completion_prompts import Echo, ReadPrompt, as_prompts, read_prompt
+from specinfer.server.json_body import ParsedRoute
 from specinfer.server.logprobs import Scored, TokenTexts, completion_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params
-from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ChoicesResponse, respond
 from specinfer.server.protocol import CompletionFields
 from specinfer.server.response_format import structured_outputs_of

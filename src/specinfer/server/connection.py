@@ -24,9 +24,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specinfer.server.clients import Clients
 from specinfer.server.config import ServerConfig
-from specinfer.server.disconnect import cancel
 from specinfer.server.errors import ApiError
 from specinfer.server.limits import head_too_large
+from specinfer.server.stream import cancel
 
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 # What other servers may read otherwise: RFC 9112, sections 2.2, 5.2 and 6.3. Clients choose what is searched, so each

@@ -2,18 +2,42 @@
 
 Python's parser accepts NaN, repeated names and lone surrogates, and fails on deep nesting and long numbers with errors
 of its own. Each of these is refused here with a clear message. A search of a whole body would keep all other threads
-waiting, so bodies are searched piece by piece.
+waiting, so bodies are searched piece by piece. Routes take what the middleware has parsed (`ParsedRoute`).
 """
 
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn
+
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
 
 from specinfer.inputs.formats.arguments import MAX_DEPTH, is_deep
 from specinfer.server.errors import ApiError
+
+
+class ParsedRequest(Request):
+    """A request that returns the object that `Bodies` has read."""
+
+    async def json(self) -> Any:
+        return self.scope["state"]["fields"]
+
+
+class ParsedRoute(APIRoute):
+    """A route that takes its fields from a `ParsedRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_parsed(request: Request) -> Response:
+            return await handle(ParsedRequest(request.scope, request.receive))
+
+        return handle_parsed
+
 
 MAX_NAMES = 20_000  # of one object: each unknown one may become an error of its own
 MAX_HOLDERS = 100_000  # lists and objects: Python's parser would keep all threads waiting for seconds for a million

@@ -1,16 +1,119 @@
-"""The observers of an engine that is served, created from the settings."""
+"""The observers of an engine that is served, created from the settings. OpenTelemetry is an optional extra."""
 
 import asyncio
 import contextlib
-from typing import Self
+import time
+from types import ModuleType
+from typing import Any, Self
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.engine.tally import Tally
+from specinfer.generation import Generation
 from specinfer.server.logs import StatsLog
 from specinfer.server.metrics import Metrics, as_vllm
 from specinfer.server.state import ServerState
-from specinfer.server.telemetry import Telemetry
 from specinfer.server.trace import TraceFile
+
+REMEDY = "otlp_endpoint: OpenTelemetry is not installed; pip install 'specinfer[otel]', or leave it out"
+
+_SECONDS = 3  # timeout for sending; at its end the server waits for the last spans
+
+
+class Telemetry:
+    """A sender of a span for each generation that ends.
+
+    Args:
+        exporter: The exporter that gets the spans, instead of one for `endpoint`.
+
+    Raises:
+        ValueError: The OpenTelemetry packages are missing.
+    """
+
+    def __init__(self, engine: AsyncLLM, endpoint: str, model_name: str, exporter: Any = None) -> None:
+        trace, sdk, export, resources = _packages()
+        if exporter is None:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+            exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_SECONDS)
+        self._kind = trace.SpanKind.SERVER
+        resource = resources.Resource.create({"service.name": "specinfer"})
+        self._provider = sdk.TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("specinfer")
+        self._model_name = model_name
+        engine.on_end.append(self.note_end)
+
+    def note_end(self, generation: Generation) -> None:
+        first = generation.requests[0]
+        end = first.finished_time or time.time()
+        start = first.arrival_time or end
+        span = self._tracer.start_span("llm_request", kind=self._kind, start_time=_nanoseconds(start))
+        for name, value in _attributes(generation, self._model_name, end).items():
+            if value is not None:
+                span.set_attribute(name, value)
+        span.end(end_time=_nanoseconds(end))
+
+    def close(self) -> None:
+        """Send the remaining spans."""
+        self._provider.shutdown()
+
+
+def check_installed() -> None:
+    """Check for the OpenTelemetry packages before anything is loaded.
+
+    Raises:
+        ValueError: The packages are missing.
+    """
+    _packages()
+
+
+def _packages() -> tuple[ModuleType, ModuleType, ModuleType, ModuleType]:
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401  # only whether it is there
+        from opentelemetry import trace
+        from opentelemetry.sdk import resources
+        from opentelemetry.sdk import trace as sdk
+        from opentelemetry.sdk.trace import export
+    except ImportError as error:
+        raise ValueError(REMEDY) from error
+    return trace, sdk, export, resources
+
+
+def _attributes(generation: Generation, model_name: str, end: float) -> dict[str, str | int | float | None]:
+    requests = generation.requests
+    first, params = requests[0], requests[0].params
+    scheduled, first_token = first.scheduled_time, first.first_token_time
+    total = first.speculation
+    for request in requests[1:]:
+        total = total + request.speculation
+    attributes: dict[str, str | int | float | None] = {
+        "gen_ai.response.model": model_name,
+        "gen_ai.request.id": generation.request_id,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.n": params.n,
+        "gen_ai.usage.num_sequences": len(requests),
+        "gen_ai.usage.prompt_tokens": len(first.prompt_ids),
+        "gen_ai.usage.completion_tokens": sum(request.num_output for request in requests),
+        "gen_ai.response.finish_reason": first.finish_reason or "abort",
+        "gen_ai.latency.e2e": end - first.arrival_time if first.arrival_time else None,
+        "specinfer.num_draft_tokens": total.num_draft_tokens,
+        "specinfer.num_accepted_tokens": total.num_accepted_draft_tokens,
+        "specinfer.tokens_per_pass": total.tokens_per_pass,
+    }
+    if scheduled is not None:
+        attributes["gen_ai.latency.time_in_queue"] = scheduled - first.arrival_time
+        attributes["gen_ai.latency.time_in_model_inference"] = end - scheduled
+    if scheduled is not None and first_token is not None:
+        attributes["gen_ai.latency.time_to_first_token"] = first_token - first.arrival_time
+        attributes["gen_ai.latency.time_in_model_prefill"] = first_token - scheduled
+        attributes["gen_ai.latency.time_in_model_decode"] = end - first_token
+    return attributes
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
 
 
 class Observation:

@@ -17,10 +17,10 @@ from specinfer.server.chat import ReadConversation, queue_conversation, read_con
 from specinfer.server.completion_prompts import read_prompt
 from specinfer.server.completions import completion_params
 from specinfer.server.errors import renamed, unsupported
+from specinfer.server.json_body import ParsedRoute
 from specinfer.server.logprobs import TokenTexts
 from specinfer.server.newest_messages import read_newest
 from specinfer.server.ollama_pieces import Pieces, formatted
-from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.protocol import (
     ChatFields,

@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict
 from specinfer.hub.files import read_object
 from specinfer.llm import LLM
 from specinfer.model.gguf.folder import weights_file
+from specinfer.server.completion_prompts import can_infill
 from specinfer.server.errors import unsupported
-from specinfer.server.infill import can_infill
+from specinfer.server.json_body import ParsedRoute
 from specinfer.server.ollama import served_name
 from specinfer.server.ollama_pieces import formatted
-from specinfer.server.parsed_request import ParsedRoute
 from specinfer.server.state import ServerState, state_of
 
 router = APIRouter(route_class=ParsedRoute)

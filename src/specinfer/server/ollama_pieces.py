@@ -10,9 +10,9 @@ from specinfer.generation import Generation
 from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server.dialect import OLLAMA
 from specinfer.server.errors import ApiError
+from specinfer.server.generations import metrics_of
 from specinfer.server.json_body import read_generated
 from specinfer.server.logprobs import TokenTexts, chat_logprobs
-from specinfer.server.usage import metrics_of
 
 
 class Pieces:

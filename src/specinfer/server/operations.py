@@ -1,4 +1,4 @@
-"""Endpoints for operators: the models, health and readiness, load, version and metrics."""
+"""Endpoints for operators: the models, health and readiness, load, version and metrics; and those that are refused."""
 
 from typing import Any
 
@@ -91,3 +91,12 @@ async def metrics(request: Request) -> Response:
     if scrape is None:
         raise ApiError(404, "metrics are not served", code="not_found")
     return Response(scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.post("/v1/embeddings")
+@router.post("/api/embed")
+@router.post("/api/embeddings")
+async def embed(request: Request) -> None:
+    """Refuse to embed a text."""
+    message = f"{request.url.path}: the served model returns no embeddings; use a server for embedding models"
+    raise ApiError(400, message, param="model", code="unsupported_parameter")

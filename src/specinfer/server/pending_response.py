@@ -22,16 +22,14 @@ from specinfer.server.auth import route_path
 from specinfer.server.config import ServerConfig
 from specinfer.server.custom_tools import Parser
 from specinfer.server.dialect import Event, dialect_of, to_json
-from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import ApiError, as_api_error, renamed
 from specinfer.server.field_checks import with_ignored
-from specinfer.server.generations import chunks_of, close_all, finish_all
+from specinfer.server.generations import chunks_of, close_all, finish_all, metrics_of, usage_of
 from specinfer.server.logprobs import TokenTexts
 from specinfer.server.protocol import SharedFields
 from specinfer.server.state import state_of
-from specinfer.server.stream import EventStream
+from specinfer.server.stream import EventStream, until_disconnect
 from specinfer.server.trace import step_record
-from specinfer.server.usage import metrics_of, usage_of
 
 logger = logging.getLogger(__name__)
 

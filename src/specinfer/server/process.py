@@ -25,12 +25,11 @@ from specinfer.server import logs
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
 from specinfer.server.connection import make_server
-from specinfer.server.disconnect import cancel
 from specinfer.server.listening import address, listening
 from specinfer.server.observation import Observation
 from specinfer.server.state import ServerState
-from specinfer.server.supervisor import ACCEPTING, ParentProcess
-from specinfer.server.systemd import notify, watchdog_seconds
+from specinfer.server.stream import cancel
+from specinfer.server.supervisor import ACCEPTING, ParentProcess, notify, watchdog_seconds
 
 logger = logging.getLogger(__name__)
 

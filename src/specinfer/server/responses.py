@@ -13,13 +13,13 @@ from specinfer.core.errors import RequestError, reworded
 from specinfer.core.sampling import SamplingParams
 from specinfer.server.call import Call
 from specinfer.server.chat import ReadConversation, read_conversation
-from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import ApiError, renamed
-from specinfer.server.parsed_request import ParsedRoute
+from specinfer.server.json_body import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
 from specinfer.server.responses_fields import Conversation, ResponsesFields
 from specinfer.server.responses_items import ResponseItems
 from specinfer.server.responses_tools import added_tools, flat_tools
+from specinfer.server.stream import until_disconnect
 
 router = APIRouter(route_class=ParsedRoute)
 # Names of chat completions in errors, and their names here.

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema
 
 from specinfer.core.errors import ContextLengthError, RequestError, reworded, too_long
-from specinfer.inputs.chat.blocks import text_of
+from specinfer.inputs.chat.messages import text_of
 from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import few
 from specinfer.server.protocol import (

@@ -11,8 +11,8 @@ from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
 from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server.errors import ApiError
+from specinfer.server.generations import metrics_of, usage_of
 from specinfer.server.json_body import read_generated
-from specinfer.server.usage import metrics_of, usage_of
 
 Event = dict[str, Any]
 _SEALED = "specinfer:"  # begins the encoding of a thought

@@ -1,18 +1,19 @@
-"""Streams of events in the frames of the API's dialect; an error is the last event.
+"""Streams of events in the frames of the API's dialect, and clients that disconnect; an error is the last event.
 
-Events are plain dicts: a stream may have thousands a second, and they need no validation.
+Events are plain dicts: a stream may have thousands a second, and they need no validation. Work for a client that has
+disconnected is ended at once. ASGI reports that as the next message after the body, which must have been read before.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
+from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specinfer.server.dialect import OPENAI, Dialect
-from specinfer.server.disconnect import cancel, wait_for_disconnect
 from specinfer.server.errors import ApiError, as_api_error
 
 logger = logging.getLogger(__name__)
@@ -72,3 +73,36 @@ async def lines_of(events: AsyncIterator[Mapping[str, Any] | None], dialect: Dia
         yield dialect.line(dialect.error(api_error))
     if dialect.done:
         yield dialect.done
+
+
+T = TypeVar("T")
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the work, which is cancelled if the client disconnects first.
+
+    Raises:
+        ApiError: The client has disconnected; nobody will read the response.
+    """
+    working = asyncio.ensure_future(work)
+    going = asyncio.ensure_future(wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait((working, going), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(499, "the client closed the connection", code="client_closed_request")
+        return working.result()
+    finally:
+        await cancel(working, going)
+
+
+async def cancel(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel tasks that are not done, and wait until they have cleaned up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,7 +3,7 @@
 Native code can end its process at any time, by a fault in a kernel or for lack of memory. So the command forks before
 it imports anything heavy: the child loads the model and serves, and the parent waits. One pipe takes the signals that
 stop the server to the child, another its states to the parent, which passes them on to systemd. Until the child accepts
-connections, the parent answers them.
+connections, the parent answers them. States go to systemd by sd_notify(3): datagrams to the socket that it names.
 """
 
 import contextlib
@@ -18,8 +18,28 @@ import time
 from collections.abc import Callable
 
 from specinfer.core.systems import die_with_parent, stop_signals
-from specinfer.server.systemd import notify, watchdog_seconds
 from specinfer.server.unavailable import UnavailableResponder
+
+
+def notify(message: str) -> None:
+    """Send a message such as READY=1 to systemd, if this process runs as its service."""
+    place = os.environ.get("NOTIFY_SOCKET", "")
+    if not place or not hasattr(socket, "AF_UNIX"):
+        return
+    if place.startswith("@"):
+        place = "\0" + place[1:]  # a name in the abstract namespace
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        sender.sendto(message.encode(), place)
+
+
+def watchdog_seconds() -> float | None:
+    """Return half the time after which systemd takes this process for hung, or None if it does not watch."""
+    micros = os.environ.get("WATCHDOG_USEC", "")
+    if not micros.isdecimal() or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return None
+    return int(micros) / 2e6
+
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from specinfer.core.errors import RequestError
 from specinfer.server.auth import body_size_of, tenant_of
-from specinfer.server.disconnect import until_disconnect
 from specinfer.server.errors import ApiError, as_api_error, unsupported
 from specinfer.server.field_checks import REFUSED, with_ignored
-from specinfer.server.json_body import MAX_VALUES
-from specinfer.server.parsed_request import ParsedRoute
+from specinfer.server.json_body import MAX_VALUES, ParsedRoute
 from specinfer.server.state import ServerState, state_of
+from specinfer.server.stream import until_disconnect
 
 T = TypeVar("T")
 router = APIRouter(route_class=ParsedRoute)

@@ -21,11 +21,10 @@ from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
 from specinfer.server.replicas.engine import EngineReplica
 from specinfer.server.replicas.messages import pack_response
-from specinfer.server.replicas.numbers import merged
+from specinfer.server.replicas.metrics import merged
 from specinfer.server.replicas.prefixes import prefix_digests
 from specinfer.server.replicas.router import NoReplicaError, ReplicaLostError, RouterState, create_router
-from specinfer.server.replicas.scaling import LoadPolicy
-from specinfer.server.replicas.settings import ReplicaSettings, Resources, Scaling, read_counts
+from specinfer.server.replicas.settings import LoadPolicy, ReplicaSettings, Resources, Scaling, read_counts
 from specinfer.server.state import ServerState
 
 BODY = {"prompt": "the end", "max_tokens": 12, "seed": 3, "ignore_eos": True}

@@ -2,7 +2,7 @@
 
 A format is a description: the texts around a call's name and its arguments, in order, with optional whitespace between
 any two of them. The parser (`parser.py`) and the grammar (`call_grammar.py`) are made from it. Which format a model
-uses is found in its chat template (`detection.py`). Models that know no tools are shown the format of Hermes.
+uses is found in its chat template (`chat/output_formats.py`). Models that know no tools are shown the format of Hermes.
 """
 
 from dataclasses import dataclass, replace

@@ -1,11 +1,21 @@
-"""Digests of a request's prefixes: requests with the same prefix go to the replica that has it in its cache."""
+"""Digests of a request's prefixes: requests with the same prefix go to the replica that has it in its cache.
+
+The routers that use them (`routing.py`) are listed here, because Ray pickles their class by value.
+"""
 
 import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 LENGTHS = (256, 1024, 4096, 16384)  # characters of the prefixes; there is one digest for each length
+routers: "WeakSet[Any]" = WeakSet()
+
+
+def may_ask() -> bool:
+    """Return whether there is a replica to ask; also True if no router exists yet."""
+    return not routers or any(router.curr_replicas for router in routers)
 
 
 def prefix_digests(fields: Mapping[str, Any], tenant: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""Replicas as a deployment of Ray Serve: starts, reaches and replaces them. Ray Serve keeps them alive."""
+"""Replicas as a deployment of Ray Serve: starts, reaches and replaces them. Ray Serve keeps them alive.
+
+`with_ingress` adds the router as a deployment, for clusters where Ray Serve's proxies have the ports.
+"""
 
 import asyncio
 import contextlib
@@ -25,12 +28,14 @@ from ray import serve
 from ray._private import ray_constants
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
+from starlette.types import ASGIApp
 
 from specinfer.core.errors import ModelError
+from specinfer.server import logs
 from specinfer.server.replicas.engine import EngineReplica
-from specinfer.server.replicas.metrics_merge import may_ask
-from specinfer.server.replicas.router import NoReplicaError, ReplicaLostError
-from specinfer.server.replicas.settings import ReplicaSettings, Resources, Scaling
+from specinfer.server.replicas.prefixes import may_ask
+from specinfer.server.replicas.router import NoReplicaError, ReplicaLostError, RouterState, create_router
+from specinfer.server.replicas.settings import ReplicaDeployment, ReplicaSettings, Resources, Scaling
 
 logger = logging.getLogger(__name__)
 APPLICATION, DEPLOYMENT = "specinfer", "Engine"
@@ -131,7 +136,7 @@ def application(settings: ReplicaSettings, scaling: Scaling, resources: Resource
 def _autoscaling(scaling: Scaling) -> AutoscalingConfig:
     shortest = max(min(scaling.up_seconds, scaling.down_seconds), 0.5)
     policy = AutoscalingPolicy(
-        policy_function=f"{_PACKAGE}.scaling:LoadPolicy",
+        policy_function=f"{_PACKAGE}.settings:LoadPolicy",
         policy_kwargs={"target_requests": scaling.target_requests, "target_ttft": scaling.target_ttft},
     )
     with warnings.catch_warnings():
@@ -220,3 +225,32 @@ def _last_line(report: str) -> str:
     """Return the last line of a report with a traceback, which names the error."""
     lines = [line.strip() for line in report.splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""
+
+
+_CPUS = 0.5
+
+
+class Ingress:
+    """A Ray Serve deployment that runs the router, as `router.py` does in the process of `specinfer serve`."""
+
+    def __init__(self, settings: ReplicaSettings, replicas: Any) -> None:
+        logs.configure(settings.server.log_level)
+        self._state = RouterState(settings.server, settings.names[0])
+        self._state.put_replica_set(RayReplicaSet(replicas))
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:  # called by Ray Serve
+        return create_router(self._state)
+
+
+def with_ingress(deployment: ReplicaDeployment) -> Any:
+    """Return replicas behind an ingress, for `serve run` and Ray Serve's configuration files."""
+    settings = deployment.settings
+    ingress = serve.deployment(
+        name="Ingress",
+        max_ongoing_requests=settings.server.max_connections,
+        graceful_shutdown_timeout_s=max(settings.server.shutdown_timeout, 0.1),
+        ray_actor_options={"num_cpus": _CPUS},
+        logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
+    )
+    replicas = application(settings, deployment.scaling, deployment.resources)
+    return ingress(serve.ingress()(Ingress)).bind(settings, replicas)

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from specinfer.server.metric_families import PREFIX
-from specinfer.server.metrics import REFUSALS, as_vllm
+from specinfer.server.metrics import PREFIX, REFUSALS, as_vllm
 
 PORT = "port"  # the label of the router's process, in place of a replica's name
 _SAMPLE = re.compile(r"([^{\s]+)(?:\{(.*)\})? (\S+(?: \S+)?)")
