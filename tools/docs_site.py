@@ -1,8 +1,8 @@
 """Pages, tables and code of the documentation site that are written from other files and from the code.
 
 A hook of MkDocs (mkdocs.yml). README, CONTRIBUTING, model cards, examples and commands become pages. A line
-`<!-- table: NAME -->` becomes a table: settings of the server from the dataclasses of options, names of vLLM from
-`core.vllm_tables`. A line `<!-- source: NAME -->` becomes the source of a function. Links between files of the
+`<!-- table: NAME -->` becomes a table: settings of the server from the dataclasses of options, fields of requests
+from `server/protocol.py`, names of vLLM from `core.vllm_tables`. A line `<!-- source: NAME -->` becomes the source of a function. Links between files of the
 repository become links between pages, so that every file can also be read where it is.
 """
 
@@ -31,6 +31,8 @@ from specinfer.core.options import settings_of
 from specinfer.core.vllm_tables import CALLS, ENGINE, SAMPLING, SPECULATIVE, VllmName
 from specinfer.engine_args import EngineArgs
 from specinfer.server.config import ServerConfig
+from specinfer.server.protocol import ChatFields, CompletionFields, SharedFields
+from specinfer.server.responses_fields import ResponsesFields
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -132,7 +134,30 @@ def vllm_names(table: Mapping[str, VllmName]) -> Iterator[str]:
     yield from (f"| {', '.join(names)} | {effect}: {about} |" for (effect, about), names in rows.items())
 
 
+def request_fields() -> Iterator[str]:
+    """Yield the lines of a table of the fields of requests; a row is a field with a description and those after it."""
+    kinds: dict[str, type[SharedFields]] = {"completions": CompletionFields, "chat": ChatFields}
+    kinds["responses"] = ResponsesFields
+    rows: dict[str, list[str]] = {}  # the names of each row, by the first one
+    texts: dict[str, str] = {}
+    current = ""
+    every: list[type[SharedFields]] = [SharedFields, *kinds.values()]
+    for kind in every:
+        for name, field in kind.model_fields.items():
+            if known := next((first for first, names in rows.items() if name in names), None):
+                current = known
+            elif field.description is None:
+                rows[current].append(name)
+            else:
+                where = ", ".join(where for where, other in kinds.items() if name in other.model_fields)
+                texts[name] = f"{'' if kind is SharedFields else where} | {field.description}"
+                rows[name], current = [name], name
+    yield "| fields | for | |\n|---|---|---|"
+    yield from (f"| {', '.join(f'`{name}`' for name in names)} | {texts[key]} |" for key, names in rows.items())
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "request_fields": request_fields,
     "engine_arguments": engine_arguments,
     "server_settings": server_settings,
     "vllm_engine": lambda: vllm_names(ENGINE),

@@ -16,6 +16,7 @@ from specinfer.core.outputs import TextChunk
 from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server import pending_response
 from specinfer.server.anthropic_blocks import MessageBlocks
+from specinfer.server.blocks import Blocks
 from specinfer.server.field_checks import IGNORED_HEADER
 from tiny import make_request
 
@@ -23,6 +24,7 @@ USER = {"role": "user", "content": "Hi."}
 TOOL = {"name": "read", "description": "Reads.", "input_schema": {"type": "object", "properties": {}}}
 USE = {"type": "tool_use", "id": "a", "name": "read", "input": {"x": 1}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+END = TextChunk("", [], [], finish_reason="stop")
 NOTE = "[image: not shown, this model reads text only]"
 
 
@@ -261,17 +263,18 @@ def test_thoughts_are_turned_on_and_off_where_the_template_can(server: Server, t
     assert server.prompt(thinking=thinking, chat_template_kwargs={"enable_thinking": True}).endswith("assistant\n")
 
 
-def _blocks(*, thinks: bool = False, omits_thoughts: bool = False) -> MessageBlocks:
+def _message(*deltas: OutputDelta, thinks: bool = False, omits_thoughts: bool = False) -> MessageBlocks:
+    """Return the writer of a message that gets these deltas."""
     generation: Any = SimpleNamespace(requests=[make_request("a", [1, 2, 3])])
+    parser: Any = SimpleNamespace(push=lambda _: list(deltas), finish=list)
     head = {"id": "msg_a", "type": "message", "role": "assistant", "model": "m"}
-    return MessageBlocks(head, generation, 50, thinks=thinks, omits_thoughts=omits_thoughts)
+    return MessageBlocks(head, generation, Blocks(parser), 50, thinks=thinks, omits_thoughts=omits_thoughts)
 
 
 def test_thoughts_are_blocks_with_a_signature() -> None:
-    blocks, chunk = _blocks(), TextChunk("", [], [], finish_reason="stop")
-    deltas = [OutputDelta(reasoning="Hm. "), OutputDelta(reasoning="So."), OutputDelta("Yes."),
-              OutputDelta(index=0, id="c", name="read", arguments="{}")]  # fmt: skip
-    events = [event for delta in deltas for event in blocks.push([delta], chunk)] + blocks.finish(chunk)
+    call = OutputDelta(index=0, id="c", name="read", arguments="{}")
+    written = _message(OutputDelta(reasoning="Hm. "), OutputDelta(reasoning="So."), OutputDelta("Yes."), call)
+    events = written.write(END)
     kinds = [event.get("delta", event.get("content_block", {})).get("type", event["type"]) for event in events]
     assert kinds == [
         "message_start",
@@ -281,18 +284,18 @@ def test_thoughts_are_blocks_with_a_signature() -> None:
         "message_delta", "message_stop",
     ]  # fmt: skip
     assert events[1]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
-    thought, text, call = blocks.whole()["content"]
+    thought, text, ended = written.message()["content"]
     assert thought == {"type": "thinking", "thinking": "Hm. So.", "signature": events[4]["delta"]["signature"]}
     assert thought["signature"]
-    assert (text, call["input"]) == ({"type": "text", "text": "Yes."}, {})
+    assert (text, ended["input"]) == ({"type": "text", "text": "Yes."}, {})
 
 
 def test_a_thought_that_is_omitted_is_known_again(server: Server) -> None:
-    blocks, chunk = _blocks(omits_thoughts=True), TextChunk("", [], [], finish_reason="stop")
     call = OutputDelta(index=0, id="a", name="read", arguments="{}")
-    events = blocks.push([OutputDelta(reasoning="Look it up."), call], chunk) + blocks.finish(chunk)
+    written = _message(OutputDelta(reasoning="Look it up."), call, omits_thoughts=True)
+    events = written.write(END)
     assert all(event["delta"].get("thinking", "") == "" for event in events if "delta" in event)
-    answer = blocks.whole()
+    answer = written.message()
     assert answer["content"][0]["thinking"] == ""
     prompt = server.prompt(messages=[USER, {"role": "assistant", "content": answer["content"]}, *_result("sunny")[2:]])
     assert "<think>\nLook it up.\n</think>" in prompt
@@ -328,14 +331,14 @@ def test_the_official_client_gets_thoughts_and_sends_them_back() -> None:
 
 
 def test_a_stream_that_waits_sends_events_that_count() -> None:
-    blocks, chunk = _blocks(thinks=True), TextChunk("", [], [])
-    assert [event["type"] for event in blocks.wait()] == ["message_start"]
-    assert blocks.wait()[0]["content_block"]["type"] == "thinking"
-    assert blocks.wait()[0]["delta"] == {"type": "thinking_delta", "thinking": ""}
-    blocks.push([OutputDelta(index=0, id="c", name="read")], chunk)
-    assert blocks.wait()[0]["delta"] == {"type": "input_json_delta", "partial_json": ""}
-    assert _blocks().wait()[0]["type"] == "message_start"
-    plain = _blocks()
+    written = _message(OutputDelta(index=0, id="c", name="read"), thinks=True)
+    assert [event["type"] for event in written.wait()] == ["message_start"]
+    assert written.wait()[0]["content_block"]["type"] == "thinking"
+    assert written.wait()[0]["delta"] == {"type": "thinking_delta", "thinking": ""}
+    written.write(TextChunk("", [], []))
+    assert written.wait()[0]["delta"] == {"type": "input_json_delta", "partial_json": ""}
+    assert _message().wait()[0]["type"] == "message_start"
+    plain = _message()
     plain.wait()
     assert plain.wait()[0]["content_block"] == {"type": "text", "text": ""}
     assert plain.wait()[0]["delta"] == {"type": "text_delta", "text": ""}

@@ -13,11 +13,12 @@ from serving import serve
 from specinfer import RequestError, SamplingParams
 from specinfer.core.sampling import MAX_LOGPROBS, MAX_SEED
 from specinfer.server import anthropic
+from specinfer.server.conversations import Conversation
 from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import IGNORED_HEADER, with_ignored
 from specinfer.server.parameters import sampling_params, truncated
 from specinfer.server.protocol import ChatFields, CompletionFields
-from specinfer.server.responses_fields import Conversation, ResponsesFields
+from specinfer.server.responses_fields import ResponsesFields
 
 
 def fields_of(**fields: Any) -> CompletionFields:

@@ -15,6 +15,7 @@ from serving import served_on_port
 from specinfer import LLM
 from specinfer.core.outputs import TextChunk
 from specinfer.inputs.formats.parser import OutputDelta
+from specinfer.server.blocks import Blocks
 from specinfer.server.field_checks import IGNORED_HEADER
 from specinfer.server.ollama_pieces import Pieces
 from tiny import make_request
@@ -217,11 +218,13 @@ def test_the_official_client_gets_thoughts_and_the_answer() -> None:
 @pytest.mark.parametrize("kind", ["message", "response"])
 def test_thoughts_are_told_from_the_answer(kind: str) -> None:
     generation: Any = SimpleNamespace(requests=[make_request("a", [1, 2, 3])])
-    pieces, chunk = Pieces("tiny", kind, generation, None, 0), TextChunk("", [], [], finish_reason="stop")
-    (first,) = pieces.push([OutputDelta(reasoning="Hm.")], chunk)
-    (second,) = pieces.push([OutputDelta("Yes.")], chunk)
-    (last,) = pieces.finish(chunk)
-    whole = pieces.whole()
+    deltas = [OutputDelta("Yes."), OutputDelta(reasoning="Hm.")]
+    parser: Any = SimpleNamespace(push=lambda text: [deltas.pop()] if text else [], finish=list)
+    pieces = Pieces("tiny", kind, generation, Blocks(parser), None, 0)
+    (first,) = pieces.write(TextChunk("Hm.", [], []))
+    (second,) = pieces.write(TextChunk("Yes.", [], []))
+    (last,) = pieces.write(TextChunk("", [], [], finish_reason="stop"))
+    whole = pieces.answer()
     if kind == "message":
         assert first["message"] == {"role": "assistant", "content": "", "thinking": "Hm."}
         assert second["message"] == {"role": "assistant", "content": "Yes."}

@@ -11,9 +11,9 @@ import pytest
 from scripted_target import TEMPLATES, scripted
 from serving import app_of, events_of, served
 from specinfer import LLM, AsyncLLM
+from specinfer.server.blocks import sealed, unsealed
+from specinfer.server.conversations import template_kwargs, thinking_budget
 from specinfer.server.protocol import ChatFields
-from specinfer.server.responses_items import sealed, unsealed
-from specinfer.server.thinking import template_kwargs, thinking_budget
 
 USER: Any = {"role": "user", "content": "Go."}
 THOUGHT = "Hm.\nSo?"

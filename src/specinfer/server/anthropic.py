@@ -16,12 +16,11 @@ from specinfer.inputs.prompts import PromptReader
 from specinfer.server.anthropic_blocks import MessageBlocks
 from specinfer.server.anthropic_messages import add_messages
 from specinfer.server.call import Call
-from specinfer.server.chat import queue_conversation, read_conversation
+from specinfer.server.conversations import Conversation, queue_conversation, read_conversation
 from specinfer.server.errors import renamed
 from specinfer.server.json_body import ParsedRoute
-from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
+from specinfer.server.pending_response import RESPONSES, PendingResponse, respond
 from specinfer.server.protocol import USE_CHAT, ChatFields, Float, Int, Objects, Text, as_fields, check_single
-from specinfer.server.responses_fields import Conversation
 from specinfer.server.state import state_of
 from specinfer.server.stream import until_disconnect
 
@@ -127,7 +126,7 @@ def _as_chat(fields: CountFields, request: Request) -> tuple[ChatFields, Convers
     return chat, conversation
 
 
-async def _begin(call: Call, chat: ChatFields, conversation: Conversation, fields: MessagesFields) -> ItemsResponse:
+async def _begin(call: Call, chat: ChatFields, conversation: Conversation, fields: MessagesFields) -> PendingResponse:
     """Read a conversation and queue it."""
     llm = call.state.engine.llm
     read, generation = await queue_conversation(
@@ -137,11 +136,12 @@ async def _begin(call: Call, chat: ChatFields, conversation: Conversation, field
     blocks = MessageBlocks(
         head,
         generation,
+        read.blocks(),
         fields.max_tokens,
         thinks=read.plan.reasoning is not None,
         omits_thoughts=(fields.thinking or {}).get("display") == "omitted",
     )
-    return ItemsResponse(chat, generation, blocks, read.plan.parser(), read.ignored, _NAMES)
+    return PendingResponse(chat, [generation], blocks, read.ignored, _NAMES)
 
 
 def _named(error: RequestError, conversation: Conversation) -> RequestError:

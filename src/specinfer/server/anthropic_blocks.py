@@ -1,27 +1,26 @@
 """The content blocks of a message in Anthropic's format, as a whole and as events."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
-from specinfer.inputs.formats.parser import OutputDelta
-from specinfer.server.dialect import ANTHROPIC
-from specinfer.server.errors import ApiError
+from specinfer.server.blocks import Block, BlockEvent, Blocks, sealed
+from specinfer.server.dialect import Event, to_json
 from specinfer.server.generations import metrics_of, usage_of
 from specinfer.server.json_body import read_generated
-from specinfer.server.responses_items import sealed
 
 _EMPTY: Mapping[str, Mapping[str, Any]] = {  # the fields of a block at its start, by its type
     "text": {"text": ""},
     "thinking": {"thinking": "", "signature": ""},
     "tool_use": {"input": {}},
 }
+_TYPES = {"text": "text", "thought": "thinking", "call": "tool_use"}
 
 
 class MessageBlocks:
-    """The content blocks of one message.
+    """The writer of one message.
 
     The message begins with the first step, which knows how many tokens were cached. Clients that wait for events, for
     which a ping is none, are sent empty pieces of text or of a thought instead.
@@ -34,39 +33,57 @@ class MessageBlocks:
     """
 
     def __init__(
-        self, head: dict[str, Any], generation: Generation, max_tokens: int, *, thinks: bool, omits_thoughts: bool
+        self,
+        head: dict[str, Any],
+        generation: Generation,
+        blocks: Blocks,
+        max_tokens: int,
+        *,
+        thinks: bool,
+        omits_thoughts: bool,
     ) -> None:
-        self._head, self._generation, self._max_tokens = head, generation, max_tokens
+        self._head, self._generation, self._blocks, self._max_tokens = head, generation, blocks, max_tokens
         self._thinks, self._omits_thoughts = thinks, omits_thoughts
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-        self._blocks: list[dict[str, Any]] = []
-        self._texts: list[list[str]] = []  # the parts of each block's text, or of its input's JSON
-        self._open: str | int | None = None  # the kind of the open block, the index of its call, or None for no block
         self._is_begun = False
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self) -> list[Event]:
         return []
 
-    def wait(self) -> list[dict[str, Any]]:
+    def wait(self) -> list[Event]:
         if not self._is_begun:
             return self._begin()
-        if self._open is None:
-            return self._add("thinking" if self._thinks else "text", "")
-        return [self._piece("")]
+        if self._blocks.open is None:
+            return self._written(self._blocks.begin("thought" if self._thinks else "text"))
+        return [self._piece(self._blocks.open, "")]
 
-    def push(self, deltas: Sequence[OutputDelta], chunk: TextChunk) -> list[dict[str, Any]]:
-        events = self._begin()
-        for delta in deltas if self._max_tokens != 0 else ():
-            if delta.reasoning:
-                events += self._add("thinking", delta.reasoning)
-            if delta.content:
-                events += self._add("text", delta.content)
-            if delta.index is not None:
-                events += self._add(delta.index, delta.arguments, {"id": delta.id, "name": delta.name})
-        return events
+    def write(self, chunk: TextChunk, place: int = 0) -> list[Event]:
+        changes = self._blocks.read(chunk) if self._max_tokens != 0 else []
+        events = [*self._begin(), *self._written(changes)]
+        return events if chunk.finish_reason is None else [*events, *self._finish(chunk)]
 
-    def finish(self, chunk: TextChunk) -> list[dict[str, Any]]:
-        events = self._close()
+    def whole(self, chunks: Sequence[Sequence[TextChunk]]) -> bytes:
+        self.write(chunks[0][0])
+        return to_json(self.message())
+
+    def message(self) -> dict[str, Any]:
+        """Return the message as it is now."""
+        content = []
+        for block in self._blocks.all:
+            text, made = block.text, self._empty(block)
+            if block.kind == "thought":
+                made |= {"thinking": "" if self._omits_thoughts else text, "signature": self._signature(text)}
+            else:  # a call that was cut off has no arguments
+                made |= {"text": text} if block.kind == "text" else {"input": read_generated(text) or {}}
+            content.append(made)
+        return self._head | {"content": content} | self._end | {"usage": self._usage()}
+
+    def _begin(self) -> list[Event]:
+        is_begun, self._is_begun = self._is_begun, True
+        return [] if is_begun else [{"type": "message_start", "message": self.message()}]
+
+    def _finish(self, chunk: TextChunk) -> list[Event]:
+        events = self._written(self._blocks.end())
         self._end["stop_reason"] = self._reason(chunk)
         if self._end["stop_reason"] == "stop_sequence":
             self._end["stop_sequence"] = chunk.stop_reason
@@ -75,55 +92,37 @@ class MessageBlocks:
         last = {"type": "message_delta", "delta": dict(self._end), "usage": self._usage(), "metrics": metrics}
         return [*events, last, {"type": "message_stop"}]
 
-    def fail(self, error: ApiError) -> list[dict[str, Any]]:
-        return [ANTHROPIC.error(error)]
-
-    def whole(self) -> dict[str, Any]:
-        content = []
-        for block, parts in zip(self._blocks, self._texts, strict=True):
-            text = "" if block["type"] == "thinking" and self._omits_thoughts else "".join(parts)
-            is_call = block["type"] == "tool_use"  # without arguments if it was cut off
-            content.append(block | ({"input": read_generated(text) or {}} if is_call else {block["type"]: text}))
-        return self._head | {"content": content} | self._end | {"usage": self._usage()}
-
-    def _begin(self) -> list[dict[str, Any]]:
-        is_begun, self._is_begun = self._is_begun, True
-        return [] if is_begun else [{"type": "message_start", "message": self.whole()}]
-
-    def _add(self, key: str | int, text: str, call: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Add text to the open block, or to a new one if another is open."""
-        events = []
-        if key != self._open:
-            events, self._open = self._close(), key
-            kind = key if isinstance(key, str) else "tool_use"
-            self._blocks.append({"type": kind, **(call or {}), **_EMPTY[kind]})
-            self._texts.append([])
-            index = len(self._blocks) - 1
-            events.append({"type": "content_block_start", "index": index, "content_block": dict(self._blocks[-1])})
-        if text:
-            self._texts[-1].append(text)
-            events.append(self._piece(text))
+    def _written(self, changes: Iterable[BlockEvent]) -> list[Event]:
+        """Return the events for changes of blocks."""
+        events: list[Event] = []
+        for change, block, text in changes:
+            place = {"index": block.index}
+            if change == "begin":
+                events.append({"type": "content_block_start", **place, "content_block": self._empty(block)})
+            elif change == "grow":
+                events.append(self._piece(block, text))
+            else:
+                if block.kind == "thought":
+                    signature = {"type": "signature_delta", "signature": self._signature(block.text)}
+                    events.append({"type": "content_block_delta", **place, "delta": signature})
+                events.append({"type": "content_block_stop", **place})
         return events
 
-    def _close(self) -> list[dict[str, Any]]:
-        if self._open is None:
-            return []
-        events, self._open = [], None
-        if self._blocks[-1]["type"] == "thinking":
-            thought = "".join(self._texts[-1])
-            signature = sealed(thought) if self._omits_thoughts else sha256(thought.encode()).hexdigest()
-            self._blocks[-1]["signature"] = signature
-            events.append(self._delta({"type": "signature_delta", "signature": signature}))
-        return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
+    def _empty(self, block: Block) -> dict[str, Any]:
+        """Return a block as it is at its start."""
+        kind = _TYPES[block.kind]
+        call = {"id": block.call.id, "name": block.call.name} if block.kind == "call" else {}
+        return {"type": kind, **call, **_EMPTY[kind]}
 
-    def _piece(self, text: str) -> dict[str, Any]:
-        kind = self._blocks[-1]["type"]
-        if kind == "tool_use":
-            return self._delta({"type": "input_json_delta", "partial_json": text})
-        return self._delta({"type": f"{kind}_delta", kind: "" if kind == "thinking" and self._omits_thoughts else text})
+    def _signature(self, thought: str) -> str:
+        return sealed(thought) if self._omits_thoughts else sha256(thought.encode()).hexdigest()
 
-    def _delta(self, piece: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": piece}
+    def _piece(self, block: Block, text: str) -> Event:
+        kind = _TYPES[block.kind]
+        piece = {"type": f"{kind}_delta", kind: "" if block.kind == "thought" and self._omits_thoughts else text}
+        if block.kind == "call":
+            piece = {"type": "input_json_delta", "partial_json": text}
+        return {"type": "content_block_delta", "index": block.index, "delta": piece}
 
     def _reason(self, chunk: TextChunk) -> str:
         if self._max_tokens == 0:
@@ -131,7 +130,7 @@ class MessageBlocks:
         if chunk.finish_reason == "length":
             num_tokens = self._generation.requests[0].num_output
             return "max_tokens" if num_tokens >= self._max_tokens else "model_context_window_exceeded"
-        if any(block["type"] == "tool_use" for block in self._blocks):
+        if self._blocks.calls():
             return "tool_use"
         return "stop_sequence" if isinstance(chunk.stop_reason, str) else "end_turn"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.messages import MAX_MESSAGES
-from specinfer.server.responses_fields import Conversation
-from specinfer.server.responses_items import unsealed
+from specinfer.server.blocks import unsealed
+from specinfer.server.conversations import Conversation
 
 _THOUGHTS = ("thinking", "redacted_thinking")
 _MAX_BLOCKS = 4 * MAX_MESSAGES

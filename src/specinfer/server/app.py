@@ -22,7 +22,6 @@ from specinfer.server import (
     anthropic,
     chat,
     completions,
-    embeddings,
     ollama,
     ollama_models,
     operations,
@@ -37,7 +36,7 @@ from specinfer.server.middleware import Refusals, ServingMiddleware, refusal
 from specinfer.server.state import ServerState, Serving, state_of
 
 _MODULES = (
-    *(chat, completions, responses, anthropic, ollama, ollama_models, embeddings),
+    *(chat, completions, responses, anthropic, ollama, ollama_models),
     *(tokens, operations, adapters, page),
 )
 

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: takes a conversation and returns a message or tool calls, whole or as a stream."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,22 +9,15 @@ from fastapi.responses import Response
 
 from specinfer.core.errors import RequestError
 from specinfer.core.outputs import TextChunk
-from specinfer.core.sampling import SamplingParams
-from specinfer.generation import Generation
-from specinfer.inputs.chat.messages import unread_keys
-from specinfer.inputs.formats.parser import OutputDelta
-from specinfer.llm import LLM
+from specinfer.server.blocks import Block, BlockEvent, Blocks
 from specinfer.server.call import Call
-from specinfer.server.custom_tools import Parser
+from specinfer.server.choices import Choices
+from specinfer.server.conversations import read_conversation
 from specinfer.server.errors import ApiError
 from specinfer.server.json_body import ParsedRoute
 from specinfer.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from specinfer.server.parameters import sampling_params, truncated
-from specinfer.server.pending_response import RESPONSES, ChoicesResponse, deltas_of, respond
+from specinfer.server.pending_response import RESPONSES, PendingResponse, respond
 from specinfer.server.protocol import ChatFields
-from specinfer.server.response_format import structured_outputs_of
-from specinfer.server.thinking import template_kwargs, thinking_budget
-from specinfer.server.tools import ToolPlan, ignored_tools, plan_tools, tools_of_functions
 
 router = APIRouter(route_class=ParsedRoute)
 
@@ -52,17 +45,7 @@ def _check(fields: ChatFields) -> None:
         raise RequestError("continue_final_message: the last message goes on only without add_generation_prompt")
 
 
-@dataclass(frozen=True, slots=True)
-class ReadConversation:
-    """A conversation as the engine takes it, the plan for parsing its response, and names of what was ignored in it."""
-
-    ids: list[int]
-    params: SamplingParams
-    plan: ToolPlan
-    ignored: Sequence[str] = ()
-
-
-async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
+async def _begin(call: Call, fields: ChatFields) -> PendingResponse:
     """Read a conversation and queue it."""
     engine = call.state.engine
     read = await call.read(lambda: read_conversation(engine.llm, fields))
@@ -71,7 +54,7 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
     generations = await call.submit([(read.ids, read.params)], read.plan.reasoning)
     outputs = [
-        _Output(i, fields, read.plan.parser(separates_thoughts=fields.separates_thoughts), read.plan.custom, texts)
+        _Output(i, fields, read.blocks(separates_thoughts=fields.separates_thoughts), read.plan.custom, texts)
         for i in range(read.params.n)
     ]
 
@@ -83,74 +66,16 @@ async def _begin(call: Call, fields: ChatFields) -> ChoicesResponse:
             extra["prompt_logprobs"] = prompt_logprobs(known, texts)
         return extra
 
-    return ChoicesResponse(
-        fields=fields,
-        name=call.name,
-        model=call.model,
-        prefix="chatcmpl",
-        kinds=("chat.completion", "chat.completion.chunk"),
-        generations=generations,
-        outputs=[outputs],
-        texts=texts,
+    return Choices(
+        call,
+        "chatcmpl",
+        ("chat.completion", "chat.completion.chunk"),
+        generations,
+        [outputs],
+        texts,
         once=once,
         returns_progress=bool(fields.return_progress),
-        ignored=read.ignored,
-    )
-
-
-async def queue_conversation(
-    call: Call, read: Callable[[], ReadConversation], named: Callable[[RequestError], RequestError]
-) -> tuple[ReadConversation, Generation]:
-    """Read a conversation of another API and queue it.
-
-    Args:
-        named: Returns an error with the names of that API's fields.
-    """
-    try:
-        found = await call.read(read)
-        (generation,) = await call.submit([(found.ids, found.params)], found.plan.reasoning)
-        return found, generation
-    except RequestError as error:
-        raise named(error) from error
-
-
-def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
-    """Render and check a conversation; runs in the thread that may use the tokenizer."""
-    reader, tools, choice = llm.reader, fields.tools, fields.tool_choice
-    if fields.functions:
-        tools, choice = tools_of_functions(fields.functions, fields.function_call)
-    plan = plan_tools(
-        tools,
-        choice,
-        False if fields.functions else fields.parallel_tool_calls,
-        reader.call_format,
-        special_tokens=reader.special_tokens,
-    )
-    kwargs = template_kwargs(fields, reader.chat_template or "")
-    asked = structured_outputs_of(fields.response_format, fields.constraints)
-    params = sampling_params(
-        fields,
-        llm.target.loaded.sampling_defaults,
-        max_tokens=fields.token_limit,
-        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
-        prompt_logprobs=fields.prompt_logprobs,
-        structured_outputs=plan.combined(asked),
-        thinking_token_budget=thinking_budget(fields, kwargs),
-        shows_special_tokens=plan.shows_special_tokens,
-    )
-    goes_on = bool(fields.continue_final_message)
-    ids = reader.read_chat(
-        fields.messages,
-        tools=plan.tools_for_template,
-        add_generation_prompt=not goes_on and fields.add_generation_prompt is not False,
-        continue_final_message=goes_on,
-        template_kwargs=kwargs or None,
-    )
-    plan = replace(plan, reasoning=reader.reasoning_of(ids))
-    unread = reader.unread_kwargs(kwargs, with_tools=bool(plan.tools_for_template))
-    ignored = [*ignored_tools(tools, choice), *(f"messages.{name}" for name in unread_keys(fields.messages))]
-    ignored += [f"chat_template_kwargs.{name}" for name in unread]
-    return ReadConversation(truncated(ids, fields, llm.max_model_len, fields.token_limit), params, plan, ignored)
+    ).response(read.ignored)
 
 
 @dataclass(slots=True)
@@ -160,16 +85,14 @@ class _Output:
     Attributes:
         custom: The names of custom tools.
         texts: The texts of tokens, if log-probabilities are sent.
-        is_custom: Whether the last call is one of a custom tool.
     """
 
     index: int
     fields: ChatFields
-    parser: Parser
+    blocks: Blocks
     custom: frozenset[str]
     texts: TokenTexts | None
     is_begun: bool = False
-    is_custom: bool = False
 
     def pieces(self, chunk: TextChunk) -> list[dict[str, Any]]:
         ends = chunk.finish_reason == "stop" and chunk.stop_reason is None
@@ -179,7 +102,7 @@ class _Output:
             text = TextChunk(chunk.text, ids[:-1], origins[:-1], index=chunk.index, logprobs=known[:-1])
             end = replace(chunk, text="", token_ids=ids[-1:], origins=origins[-1:], logprobs=known[-1:])
             return [*self.pieces(text), *self.pieces(end)]
-        deltas = [part for one in deltas_of(self.parser, chunk) if (part := self._part(one))] or [{}]
+        deltas = [delta for event in self.blocks.read(chunk) if (delta := self._delta(event))] or [{}]
         if not self.is_begun:
             deltas[0] = {"role": "assistant", "content": ""} | deltas[0]
             self.is_begun = True
@@ -192,26 +115,30 @@ class _Output:
         return choices
 
     def whole(self, chunk: TextChunk) -> dict[str, Any]:
-        deltas = deltas_of(self.parser, chunk)
-        calls: dict[int, dict[str, Any]] = {}
-        for delta in deltas:
-            if delta.name is not None and delta.index is not None:
-                text = "".join(one.arguments for one in deltas if one.index == delta.index)
-                calls[delta.index] = _call(delta, text, delta.name in self.custom)
-        content = "".join(one.content for one in deltas)
+        blocks = self.blocks
+        blocks.read(chunk)
+        calls, content = [self._call(block, "begin", block.text) for block in blocks.calls()], blocks.text("text")
         message = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
-        message |= self._thought("".join(one.reasoning for one in deltas))
+        message |= self._thought(blocks.text("thought"))
         if calls:
-            message |= self._calls_as_requested(list(calls.values()))
+            message |= self._calls_as_requested(calls)
         return {"index": self.index, "message": message, **self._rest(chunk)}
 
-    def _part(self, delta: OutputDelta) -> dict[str, Any]:
-        """Return the delta of an event."""
-        if delta.index is None:
-            return self._thought(delta.reasoning) | ({"content": delta.content} if delta.content else {})
-        if delta.name is not None:
-            self.is_custom = delta.name in self.custom
-        return self._calls_as_requested([{"index": delta.index, **_call(delta, delta.arguments, self.is_custom)}])
+    def _delta(self, event: BlockEvent) -> dict[str, Any]:
+        """Return the delta of an event; nothing if only the dialects with blocks have one."""
+        change, block, text = event
+        if block.kind == "call" and change != "end":
+            return self._calls_as_requested([{"index": block.call.index, **self._call(block, change, text)}])
+        if change != "grow":
+            return {}
+        return {"content": text} if block.kind == "text" else self._thought(text)
+
+    def _call(self, block: Block, change: str, text: str) -> dict[str, Any]:
+        """Return a call, or a part of one; only the first part of each has its name and id."""
+        kind, key = ("custom", "input") if block.call.name in self.custom else ("function", "arguments")
+        if change != "begin":
+            return {kind: {key: text}}
+        return {"id": block.call.id, "type": kind, kind: {"name": block.call.name, key: text}}
 
     def _thought(self, text: str) -> dict[str, Any]:
         """Return a thought under both names that clients read."""
@@ -223,7 +150,7 @@ class _Output:
 
     def _rest(self, chunk: TextChunk) -> dict[str, Any]:
         fields, reason, logprobs = self.fields, chunk.finish_reason, None
-        if reason == "stop" and self.parser.has_whole_calls:  # a stop string can cut a call off
+        if reason == "stop" and self.blocks.has_whole_calls:  # a stop string can cut a call off
             reason = "function_call" if fields.functions else "tool_calls"
         if self.texts is not None and chunk.logprobs is not None:
             logprobs = chat_logprobs(
@@ -231,11 +158,3 @@ class _Output:
             )
         rest = {"logprobs": logprobs, "finish_reason": reason, "stop_reason": chunk.stop_reason}
         return rest | {"token_ids": chunk.token_ids} if fields.return_token_ids else rest
-
-
-def _call(delta: OutputDelta, text: str, is_custom: bool) -> dict[str, Any]:
-    """Return a call, or a part of one; only the first part of each has its name and id."""
-    kind, key = ("custom", "input") if is_custom else ("function", "arguments")
-    if delta.name is None:
-        return {kind: {key: text}}
-    return {"id": delta.id, "type": kind, kind: {"name": delta.name, key: text}}

@@ -15,11 +15,12 @@ from specinfer.core.request import Request as EngineRequest
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
 from specinfer.server.call import Call
+from specinfer.server.choices import Choices
 from specinfer.server.completion_prompts import Echo, ReadPrompt, as_prompts, read_prompt
 from specinfer.server.json_body import ParsedRoute
 from specinfer.server.logprobs import Scored, TokenTexts, completion_logprobs, prompt_logprobs
 from specinfer.server.parameters import sampling_params
-from specinfer.server.pending_response import RESPONSES, ChoicesResponse, respond
+from specinfer.server.pending_response import RESPONSES, PendingResponse, respond
 from specinfer.server.protocol import CompletionFields
 from specinfer.server.response_format import structured_outputs_of
 
@@ -34,7 +35,7 @@ async def create_completion(fields: CompletionFields, request: Request) -> Respo
     return await respond(request, _begin(Call.of(request, fields), fields), headers)
 
 
-async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
+async def _begin(call: Call, fields: CompletionFields) -> PendingResponse:
     """Read the prompts and queue them."""
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise RequestError("best_of: outputs are not ranked; leave it out, or give the value of n")
@@ -56,21 +57,20 @@ async def _begin(call: Call, fields: CompletionFields) -> ChoicesResponse:
         texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
     generations = await call.submit([(prompt.ids, prompt.params) for prompt in prompts])
     numbers = itertools.count()
-    return ChoicesResponse(
-        fields=fields,
-        name=call.name,
-        model=call.model,
-        prefix="cmpl",
-        kinds=("text_completion", "text_completion"),
-        generations=generations,
-        outputs=[
-            [_Output(next(numbers), request, fields, prompt.echo, texts) for request in generation.requests]
-            for generation, prompt in zip(generations, prompts, strict=True)
-        ],
-        texts=texts,
+    outputs = [
+        [_Output(next(numbers), request, fields, prompt.echo, texts) for request in generation.requests]
+        for generation, prompt in zip(generations, prompts, strict=True)
+    ]
+    return Choices(
+        call,
+        "cmpl",
+        ("text_completion", "text_completion"),
+        generations,
+        outputs,
+        texts,
         hides_output=fields.hides_output,
         returns_progress=bool(fields.return_progress),
-    )
+    ).response()
 
 
 def completion_params(fields: CompletionFields, llm: LLM, max_tokens: int | None) -> SamplingParams:

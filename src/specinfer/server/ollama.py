@@ -13,15 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from specinfer.core.errors import RequestError, reworded
 from specinfer.server.call import Call
-from specinfer.server.chat import ReadConversation, queue_conversation, read_conversation
 from specinfer.server.completion_prompts import read_prompt
 from specinfer.server.completions import completion_params
+from specinfer.server.conversations import ReadConversation, queue_conversation, read_conversation, read_newest
 from specinfer.server.errors import renamed, unsupported
 from specinfer.server.json_body import ParsedRoute
 from specinfer.server.logprobs import TokenTexts
-from specinfer.server.newest_messages import read_newest
 from specinfer.server.ollama_pieces import Pieces, formatted
-from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
+from specinfer.server.pending_response import RESPONSES, PendingResponse, respond
 from specinfer.server.protocol import (
     ChatFields,
     CompletionFields,
@@ -176,7 +175,7 @@ async def _answer(request: Request, fields: OllamaFields, asked: ChatFields | Co
     return await respond(request, _begin(Call.of(request, asked), fields, asked, kind), headers)
 
 
-async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | CompletionFields, kind: str) -> ItemsResponse:
+async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | CompletionFields, kind: str) -> PendingResponse:
     """Read a prompt or a conversation and queue it."""
     engine = call.state.engine
 
@@ -189,8 +188,8 @@ async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | Completio
 
     found, generation = await queue_conversation(call, read, lambda error: reworded(error, renamed(str(error), _NAMES)))
     texts = await TokenTexts.of(engine) if fields.logprobs else None
-    items = Pieces(fields.model or call.model, kind, generation, texts, fields.top_logprobs or 0)
-    return ItemsResponse(asked, generation, items, found.plan.parser(), found.ignored, _NAMES)
+    pieces = Pieces(fields.model or call.model, kind, generation, found.blocks(), texts, fields.top_logprobs or 0)
+    return PendingResponse(asked, [generation], pieces, found.ignored, _NAMES)
 
 
 def served_name(request: Request, name: str | None) -> str | None:

@@ -1,22 +1,21 @@
 """The objects of a response in Ollama's format, as a whole and as lines."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
-from specinfer.inputs.formats.parser import OutputDelta
-from specinfer.server.dialect import OLLAMA
-from specinfer.server.errors import ApiError
+from specinfer.server.blocks import Block, Blocks
+from specinfer.server.dialect import Event, to_json
 from specinfer.server.generations import metrics_of
 from specinfer.server.json_body import read_generated
 from specinfer.server.logprobs import TokenTexts, chat_logprobs
 
 
 class Pieces:
-    """The objects of one response; a whole response is all of them in one.
+    """The writer of one response as objects; a whole response is all of them in one.
 
     Args:
         kind: The field of the text: "response", or "message" with calls.
@@ -24,46 +23,48 @@ class Pieces:
         count: Number of most probable tokens to list for each token.
     """
 
-    def __init__(self, model: str, kind: str, generation: Generation, texts: TokenTexts | None, count: int) -> None:
-        self._model, self._kind, self._generation, self._texts, self._count = model, kind, generation, texts, count
-        self._content, self._thinking = "", ""
-        self._calls, self._logprobs = list[dict[str, Any]](), list[dict[str, Any]]()
-        self._call: tuple[OutputDelta, list[str]] | None = None  # the call that is being generated
-        self._end: dict[str, Any] = {}
+    def __init__(
+        self, model: str, kind: str, generation: Generation, blocks: Blocks, texts: TokenTexts | None, count: int
+    ) -> None:
+        self._model, self._kind, self._generation, self._blocks = model, kind, generation, blocks
+        self._texts, self._count = texts, count
+        self._logprobs: list[dict[str, Any]] = []
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self) -> list[Event]:
         return []
 
-    def wait(self) -> list[dict[str, Any]]:
+    def wait(self) -> list[Event]:
         return [self._piece("", "", [], []) | {"done": False}]
 
-    def push(self, deltas: Sequence[OutputDelta], chunk: TextChunk) -> list[dict[str, Any]]:
-        calls = []
-        for delta in deltas:
-            if self._call is not None and delta.index != self._call[0].index:
-                calls += self._close()
-            if delta.index is not None and self._call is None:
-                self._call = delta, []
-            if self._call is not None and delta.index is not None:
-                self._call[1].append(delta.arguments)
-        if chunk.finish_reason is not None:
-            calls += self._close()
-        text, thinking = "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)
+    def write(self, chunk: TextChunk, place: int = 0) -> list[Event]:
+        is_last = chunk.finish_reason is not None
+        changes = [*self._blocks.read(chunk), *(self._blocks.end() if is_last else ())]
+        grown = [(block.kind, text) for change, block, text in changes if change == "grow"]
+        text, thinking = ("".join(piece for of, piece in grown if of == kind) for kind in ("text", "thought"))
+        calls = _written_calls(block for change, block, _ in changes if change == "end" and block.kind == "call")
         logprobs = []
         if self._texts is not None and chunk.logprobs is not None:
             logprobs = chat_logprobs(chunk.token_ids, chunk.logprobs, self._count, (), self._texts)["content"]
-        self._content += text
-        self._thinking += thinking
-        self._calls += calls
         self._logprobs += logprobs
         has_news = text or thinking or calls or logprobs
-        return [self._piece(text, thinking, calls, logprobs) | {"done": False}] if has_news else []
+        events: list[Event] = [self._piece(text, thinking, calls, logprobs) | {"done": False}] if has_news else []
+        return [*events, self._piece("", "", [], []) | self._end(chunk)] if is_last else events
 
-    def finish(self, chunk: TextChunk) -> list[dict[str, Any]]:
+    def whole(self, chunks: Sequence[Sequence[TextChunk]]) -> bytes:
+        ((chunk,),) = chunks
+        self.write(chunk)
+        return to_json(self.answer() | self._end(chunk))
+
+    def answer(self) -> dict[str, Any]:
+        """Return all that was written so far in one object."""
+        blocks = self._blocks
+        return self._piece(blocks.text("text"), blocks.text("thought"), _written_calls(blocks.calls()), self._logprobs)
+
+    def _end(self, chunk: TextChunk) -> dict[str, Any]:
         request = self._generation.requests[0]
         start, first = request.scheduled_time or request.arrival_time, request.first_token_time
         end = request.finished_time or time.time()
-        self._end = {
+        return {
             "done": True,
             "done_reason": chunk.finish_reason,
             "total_duration": _nanoseconds(end - request.arrival_time),
@@ -74,13 +75,6 @@ class Pieces:
             "eval_duration": _nanoseconds(end - (first or end)),
             "metrics": metrics_of([self._generation]),
         }
-        return [self._piece("", "", [], []) | self._end]
-
-    def fail(self, error: ApiError) -> list[dict[str, Any]]:
-        return [OLLAMA.error(error)]
-
-    def whole(self) -> dict[str, Any]:
-        return self._piece(self._content, self._thinking, self._calls, self._logprobs) | self._end
 
     def _piece(
         self, text: str, thinking: str, calls: list[dict[str, Any]], logprobs: list[dict[str, Any]]
@@ -94,16 +88,15 @@ class Pieces:
             piece["message"] |= {"tool_calls": calls} if calls else {}
         return piece | ({"logprobs": logprobs} if logprobs else {})
 
-    def _close(self) -> list[dict[str, Any]]:
-        """Return the call that has ended; one that was cut off is left out."""
-        if self._call is None:
-            return []
-        (delta, parts), self._call = self._call, None
-        arguments = read_generated("".join(parts))
-        if arguments is None:
-            return []
-        function = {"index": delta.index, "name": delta.name, "arguments": arguments}
-        return [{"id": delta.id, "function": function}]
+
+def _written_calls(blocks: Iterable[Block]) -> list[dict[str, Any]]:
+    """Return calls that have ended; one that was cut off is skipped."""
+    read = ((block, read_generated(block.text)) for block in blocks)
+    return [
+        {"id": block.call.id, "function": {"index": block.call.index, "name": block.call.name, "arguments": arguments}}
+        for block, arguments in read
+        if arguments is not None
+    ]
 
 
 def formatted(seconds: float) -> str:

@@ -1,5 +1,7 @@
 """The fields of completion requests: OpenAI's, vLLM's and SpecInfer's own. Null means the default.
 
+Each field is declared once. Parsing and the schema follow, and a table of the documentation, a row of which is a field with
+a text (`row`) and those after it. A field that `SamplingParams` has under the same name is passed to it.
 `SamplingParams` checks the numbers. This module checks what JSON adds: types, and how many items may be sent. Unknown
 fields are ignored and named in a header, except those whose sender would rely on them: these are refused by name.
 """
@@ -36,10 +38,23 @@ ThinkingBudget = Annotated[
         )
     ),
 ]  # fmt: skip
+Progress = Annotated[
+    bool | None,
+    Field(
+        description="as in llama.cpp: while the prompt is read, a stream has an event a second with "
+        '`"prompt_progress": {"total": 6000, "cache": 0, "processed": 1536, "time_ms": 21000}`, and a last one before '
+        "the first token"
+    ),
+]
 _STRINGS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
 _IDS = {"type": "array", "items": {"type": "integer"}}
 USE_CHAT = "use /v1/chat/completions"
 _OF_CHOICES = ("logprob_token_ids", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "trace")
+
+
+def row(text: str) -> Any:
+    """Return the default of a field, None, with what the documentation says about it and about those after it."""
+    return Field(default=None, description=text)
 
 
 class StreamOptions(BaseModel):
@@ -84,54 +99,68 @@ class SharedFields(BaseModel):
     model_config = _STRICT
     prompt_field: ClassVar[str] = "prompt"  # the field that a prompt which is too long came from
 
-    model: str | None = None
-    n: Int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stream_interval: Annotated[Int, Field(ge=1, le=1 << 20)] | None = None
-
-    temperature: Float | None = None
+    model: str | None = row(
+        "one of the served names, or an adapter; any other name is a 404; without it, the first name"
+    )
+    max_tokens: Int | None = row(
+        "the second takes precedence over the first; default for completions: 16; for chat: the rest of the context. "
+        "More than the context has left ends at its end"
+    )
+    max_completion_tokens: Int | None = None
+    temperature: Float | None = row("`n` up to 128; `best_of` must equal `n`; `top_p` 0 is greedy; `seed` -1 is none")
     top_p: Float | None = None
     top_k: Int | None = None
     min_p: Float | None = None
-    presence_penalty: Float | None = None
+    seed: Annotated[Int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Int | None = None
+    presence_penalty: Float | None = row("as in OpenAI's API and in vLLM")
     frequency_penalty: Float | None = None
     repetition_penalty: Float | None = None
     logit_bias: Annotated[dict[str, float], few(1024)] | None = None
-    allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[Label], Field(max_length=256, fail_fast=True)] | None = None
-    seed: Annotated[Int, Field(ge=-(2**63), lt=2**63)] | None = None
-
-    max_tokens: Int | None = None
-    max_completion_tokens: Int | None = None
-    min_tokens: Int | None = None
+    allowed_token_ids: TokenIds | None = None
     stop: Annotated[
         Text | Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None,
         WithJsonSchema({"anyOf": [*_STRINGS, {"type": "null"}]}),
-    ] = None
+    ] = row("no part of a stop string is ever streamed, however the text is split into events; empty ones are ignored")
     stop_token_ids: FewTokenIds | None = None
-    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = None
     skip_special_tokens: bool | None = None
-
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    prediction: Prediction | None = None
-
-    prompt_logprobs: Count | None = None
+    stream: bool | None = row(
+        "`include_usage` adds a last event with usage and counters; `continuous_usage_stats` adds usage to each event"
+    )
+    stream_options: StreamOptions | None = None
+    stream_interval: Annotated[Int, Field(ge=1, le=1 << 20)] | None = None
+    prompt_logprobs: Count | None = row("as in vLLM, from the model itself, before temperature and penalties")
     logprob_token_ids: FewTokenIds | None = None
+    response_format: dict[str, Any] | None = row(
+        "`json_object`, `json_schema`, see [formats](../tools.md#formats); or vLLM's `json`, `regex`, `choice`, "
+        "`grammar` (Lark or GBNF), `json_object`, with `disable_any_whitespace` and `whitespace_pattern`"
+    )
+    structured_outputs: dict[str, Any] | None = None
+    prediction: Prediction | None = row(
+        "a text that the output may resemble: used as draft tokens, never forced; usage reports how much was used"
+    )
+    speculative: SpeculativeFields | None = row(
+        '`{"tree": "off"}`: the token tree for this request, see [Serving](../serving.md#speculation-by-request)'
+    )
+    trace: bool | None = row("events contain the token trees of their steps")
+    cache_salt: Label | None = row("only requests with the same salt share cached prefixes")
+    truncate_prompt_tokens: Annotated[Int, Field(ge=-1, le=2**31)] | None = row(
+        'keeps the last tokens of a longer prompt (`"right"`: the first); -1 keeps what leaves room for the output; '
+        'in responses, `truncation: "auto"` is -1'
+    )
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] | None = row("as in vLLM; lower priorities go first")
+    request_id: Label | None = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[Int, Field(ge=-1, le=2**31)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    cache_salt: Label | None = None
-    priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] | None = None
-    request_id: Label | None = None
-    speculative: SpeculativeFields | None = None
-    slo: SLOFields | None = None
-    trace: bool | None = None
+    slo: SLOFields | None = row(
+        'latency targets in milliseconds, `{"ttft": 500, "tpot": 50}`, see [serving](../serving.md)'
+    )
 
     def check(self) -> dict[str, str]:
         """Check the fields and return the headers that the response gets because of them."""
@@ -179,12 +208,21 @@ class CompletionFields(SharedFields):
     prompt: Annotated[
         Any,
         WithJsonSchema({"anyOf": [*_STRINGS, _IDS, {"type": "array", "items": _IDS}]}),
+        Field(
+            description="text, token ids, or a list of either; each has its own choices. An empty text is the "
+            "tokenizer's BOS token"
+        ),
     ]
-    best_of: Int | None = None
+    best_of: Int | None = row("the same as `n`: outputs are not ranked")
+    logprobs: Count | None = row(
+        "from the model itself, before temperature and penalties, with as many of the most probable tokens; in chat "
+        "`top_logprobs` is their number. `echo` with `max_tokens` 0 scores a prompt"
+    )
     echo: bool | None = None
-    suffix: str | None = None
-    logprobs: Count | None = None
-    return_progress: bool | None = None
+    suffix: str | None = row(
+        "fill-in-the-middle, if the tokenizer has the tokens for it, after the tokens that it puts before every text"
+    )
+    return_progress: Progress = None
 
     @property
     def hides_output(self) -> bool:
@@ -196,26 +234,31 @@ class ChatFields(SharedFields):
     """The body of a request to /v1/chat/completions."""
 
     prompt_field = "messages"
-    messages: Objects
+    messages: Annotated[
+        Objects,
+        Field(description="roles system, developer, user, assistant, tool; content is text, or parts of type text"),
+    ]
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    return_progress: bool | None = None
-    tools: Objects | None = None
+    return_progress: Progress = None
+    tools: Objects | None = row(
+        "arguments match the function's schema: they are generated under a grammar. Tools of a service are ignored"
+    )
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: Objects | None = None
     function_call: str | dict[str, Any] | None = None
-    modalities: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
-    reasoning_effort: Label | None = None
-    reasoning: dict[str, Any] | None = None
-    thinking_token_budget: ThinkingBudget = None
+    chat_template_kwargs: dict[str, Any] | None = row("JSON for names that the template reads")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Label | None = row("the thoughts of models that think, see [tools](../tools.md#thoughts)")
     enable_thinking: bool | None = None
+    thinking_token_budget: ThinkingBudget = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     reasoning_format: Label | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    modalities: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = row('only `["text"]`')
 
     @property
     def shows_thoughts(self) -> bool:

@@ -12,11 +12,11 @@ from starlette.exceptions import HTTPException
 from specinfer.core.errors import RequestError, reworded
 from specinfer.core.sampling import SamplingParams
 from specinfer.server.call import Call
-from specinfer.server.chat import ReadConversation, read_conversation
+from specinfer.server.conversations import ReadConversation, read_conversation
 from specinfer.server.errors import ApiError, renamed
 from specinfer.server.json_body import ParsedRoute
-from specinfer.server.pending_response import RESPONSES, ItemsResponse, respond
-from specinfer.server.responses_fields import Conversation, ResponsesFields
+from specinfer.server.pending_response import RESPONSES, PendingResponse, respond
+from specinfer.server.responses_fields import ResponsesFields, read_input
 from specinfer.server.responses_items import ResponseItems
 from specinfer.server.responses_tools import added_tools, flat_tools
 from specinfer.server.stream import until_disconnect
@@ -61,7 +61,7 @@ async def find_response(response_id: str) -> Response:
     raise ApiError(404, message, param="response_id", code="not_found")
 
 
-async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
+async def _begin(call: Call, fields: ResponsesFields) -> PendingResponse:
     """Read a request and queue it."""
     read, calls = await _read(call, fields)
     try:
@@ -72,18 +72,19 @@ async def _begin(call: Call, fields: ResponsesFields) -> ItemsResponse:
         call.name,
         _head(call, fields, read.params),
         generation,
+        read.blocks(),
         calls,
         has_summaries=(fields.reasoning or {}).get("summary") not in (None, "none"),
         seals="reasoning.encrypted_content" in (fields.include or ()),
     )
-    return ItemsResponse(fields, generation, items, read.plan.parser(), read.ignored, _NAMES)
+    return PendingResponse(fields, [generation], items, read.ignored, _NAMES, items.fail)
 
 
 async def _read(call: Call, fields: ResponsesFields) -> tuple[ReadConversation, dict[str, dict[str, Any]]]:
     """Return a request as a conversation, and the fields of items that report calls."""
 
     def read() -> tuple[ReadConversation, dict[str, dict[str, Any]]]:
-        conversation = Conversation.of(fields)
+        conversation = read_input(fields)
         tools, calls = flat_tools([*(fields.tools or ()), *added_tools(fields.input)])
         try:
             found = read_conversation(call.state.engine.llm, fields.as_chat(conversation.messages, tools))

@@ -5,14 +5,14 @@ become tool messages. Items that say nothing to the model are left out. Nothing 
 things are refused; `store` itself is accepted without effect.
 """
 
-import re
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from specinfer.core.errors import ContextLengthError, RequestError, reworded, too_long
+from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.messages import text_of
+from specinfer.server.blocks import unsealed
+from specinfer.server.conversations import Conversation
 from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import few
 from specinfer.server.protocol import (
@@ -24,9 +24,9 @@ from specinfer.server.protocol import (
     SharedFields,
     ThinkingBudget,
     check_single,
+    row,
 )
 from specinfer.server.response_format import ignored_keys
-from specinfer.server.responses_items import unsealed
 from specinfer.server.responses_tools import added_tools, flat_choice, flat_name, flat_tools
 
 MAX_ITEMS = 4096
@@ -59,18 +59,29 @@ class ResponsesFields(SharedFields):
     """The body of a request to /v1/responses."""
 
     prompt_field = "input"
-    input: Annotated[Any, WithJsonSchema(_INPUT)]
+    input: Annotated[
+        Any,
+        WithJsonSchema(_INPUT),
+        Field(
+            description="text, or items: messages, thoughts, calls and their outputs; see "
+            "[tools](../tools.md#responses)"
+        ),
+    ]
     instructions: str | None = None
-    max_output_tokens: Int | None = None
+    max_output_tokens: Int | None = row("as `max_tokens`")
     tools: Objects | None = None
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
     parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
+    text: dict[str, Any] | None = row("`format` as `response_format`; `verbosity` has no effect")
     reasoning: dict[str, Any] | None = None
     thinking_token_budget: ThinkingBudget = None
-    include: Annotated[list[Label], Field(max_length=64, fail_fast=True)] | None = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], few(16)] | None = None
-    truncation: Label | None = None
+    include: Annotated[list[Label], Field(max_length=64, fail_fast=True)] | None = row(
+        "`reasoning.encrypted_content`, with which a thought can be sent back"
+    )
+    truncation: Label | None = row("`auto` or `disabled`")
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], few(16)] | None = row(
+        "returned; `store` is without effect"
+    )
     store: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -121,105 +132,67 @@ class ResponsesFields(SharedFields):
 # ---------------------------------------------------------------------------------------- input
 
 
-@dataclass(slots=True)
-class Conversation:
-    """The messages of a chat, and the fields that they came from.
+def read_input(fields: ResponsesFields) -> Conversation:
+    """Return instructions and input as a conversation.
 
-    Attributes:
-        name: The field of the request that has them.
-        places: For each message the item that it began with, then the items of its calls.
-        ignored: The types of items that are ignored, as names for the header of ignored fields.
+    Raises:
+        RequestError: An item is of a kind that is not served; the message names it.
     """
-
-    name: str = "input"
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    places: list[list[str]] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, fields: ResponsesFields) -> "Conversation":
-        """Convert instructions and input.
-
-        Raises:
-            RequestError: An item is of a kind that is not served; the message names it.
-        """
-        made = cls()
-        if fields.instructions is not None:
-            made.add({"role": "system", "content": fields.instructions}, "instructions")
-        if isinstance(fields.input, str):
-            made.add({"role": "user", "content": fields.input}, "input")
-            return made
-        if not isinstance(fields.input, list):
-            raise RequestError(f"input: must be text or a list of items, not {fields.input!r:.60}")
-        if not fields.input:
-            raise RequestError("input: empty; give text, or at least one item")
-        if len(fields.input) > MAX_ITEMS:
-            raise RequestError(f"input: {len(fields.input)} items are too many; send at most {MAX_ITEMS}")
-        for i, item in enumerate(fields.input):
-            made._add_item(i, item)
+    made = Conversation("input")
+    if fields.instructions is not None:
+        made.add({"role": "system", "content": fields.instructions}, "instructions")
+    if isinstance(fields.input, str):
+        made.add({"role": "user", "content": fields.input}, "input")
         return made
-
-    def named(self, error: RequestError) -> RequestError:
-        """Return an error about messages as one about the items that they came from."""
-        if isinstance(error, ContextLengthError):  # of a conversation that was not encoded
-            return too_long(self.name, error.num_tokens, error.max_model_len, is_encoded=False)
-        message = str(error)
-        if found := re.match(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?", message):
-            places = self.places[int(found[1])]
-            return reworded(error, places[0 if found[2] is None else int(found[2]) + 1] + message[found.end() :])
-        return reworded(error, re.sub(r"^messages\b", self.name, message))
-
-    def add(self, message: dict[str, Any], place: str) -> None:
-        self.messages.append(message)
-        self.places.append([place])
-
-    def add_call(self, call: dict[str, Any], place: str) -> None:
-        """Add a call to the assistant's message before it, or to a new one."""
-        if not self.messages or self.messages[-1].get("role") != "assistant":
-            self.add({"role": "assistant", "content": None}, place)
-        self.messages[-1].setdefault("tool_calls", []).append(call)
-        self.places[-1].append(place)
-
-    def _add_item(self, i: int, item: Any) -> None:
-        place = f"input[{i}]"
-        kind = item.get("type", "message" if "role" in item else None) if isinstance(item, dict) else None
-        if not isinstance(kind, str):
-            raise RequestError(f"{place}: must be an object with a type, not {item!r:.60}")
-        if _is_ignored(kind, item):
-            self.ignored.append(f"input.{kind}")
-            return
-        if kind in _REFUSED_ITEMS:
-            raise RequestError(f"{place}.type: {kind} is not served; {_REFUSED_ITEMS[kind]}")
-        if kind == "message":
-            if wrong := [key for key in ("tool_calls", "function_call", "tool_call_id") if item.get(key) is not None]:
-                raise RequestError(f"{place}.{wrong[0]}: is not known here; calls and outputs are items of their own")
-            self._add_message({key: value for key, value in item.items() if key != "type"}, place)
-        elif kind == "agent_message":
-            self.add({"role": "user", "content": text_of(item.get("content"))}, place)
-        elif kind == "reasoning":
-            self.add({"role": "assistant", "content": None, "reasoning_content": _thought_of(item)}, place)
-        elif kind in _CALLS:
-            given = item.get(_CALLS[kind])
-            name = flat_name(item.get("namespace"), item.get("name") or kind.removesuffix("_call"))
-            arguments = {"input": given} if kind == "custom_tool_call" else given
-            call = {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
-            self.add_call(call, place)
-        elif kind in _OUTPUTS:
-            output = item.get("output")
-            if kind == "tool_search_output":
-                output = "found: " + ", ".join(str(tool.get("name")) for tool in flat_tools(added_tools([item]))[0])
-            self.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": output}, place)
-
-    def _add_message(self, message: dict[str, Any], place: str) -> None:
-        """Add a message; one of the assistant joins the thought before it."""
-        last = self.messages[-1] if self.messages else {}
-        if message.get("role") == "assistant" and last.keys() == {"role", "content", "reasoning_content"}:
-            message["reasoning_content"] = last["reasoning_content"]
-            del self.messages[-1], self.places[-1]
-        self.add(message, place)
+    if not isinstance(fields.input, list):
+        raise RequestError(f"input: must be text or a list of items, not {fields.input!r:.60}")
+    if not fields.input:
+        raise RequestError("input: empty; give text, or at least one item")
+    if len(fields.input) > MAX_ITEMS:
+        raise RequestError(f"input: {len(fields.input)} items are too many; send at most {MAX_ITEMS}")
+    for i, item in enumerate(fields.input):
+        _add_item(made, i, item)
+    return made
 
 
-# ---------------------------------------------------------------------------------------- items
+def _add_item(conversation: Conversation, i: int, item: Any) -> None:
+    place = f"input[{i}]"
+    kind = item.get("type", "message" if "role" in item else None) if isinstance(item, dict) else None
+    if not isinstance(kind, str):
+        raise RequestError(f"{place}: must be an object with a type, not {item!r:.60}")
+    if _is_ignored(kind, item):
+        conversation.ignored.append(f"input.{kind}")
+        return
+    if kind in _REFUSED_ITEMS:
+        raise RequestError(f"{place}.type: {kind} is not served; {_REFUSED_ITEMS[kind]}")
+    if kind == "message":
+        if wrong := [key for key in ("tool_calls", "function_call", "tool_call_id") if item.get(key) is not None]:
+            raise RequestError(f"{place}.{wrong[0]}: is not known here; calls and outputs are items of their own")
+        _add_message(conversation, {key: value for key, value in item.items() if key != "type"}, place)
+    elif kind == "agent_message":
+        conversation.add({"role": "user", "content": text_of(item.get("content"))}, place)
+    elif kind == "reasoning":
+        conversation.add({"role": "assistant", "content": None, "reasoning_content": _thought_of(item)}, place)
+    elif kind in _CALLS:
+        given = item.get(_CALLS[kind])
+        name = flat_name(item.get("namespace"), item.get("name") or kind.removesuffix("_call"))
+        arguments = {"input": given} if kind == "custom_tool_call" else given
+        call = {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
+        conversation.add_call(call, place)
+    elif kind in _OUTPUTS:
+        output = item.get("output")
+        if kind == "tool_search_output":
+            output = "found: " + ", ".join(str(tool.get("name")) for tool in flat_tools(added_tools([item]))[0])
+        conversation.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": output}, place)
+
+
+def _add_message(conversation: Conversation, message: dict[str, Any], place: str) -> None:
+    """Add a message; one of the assistant joins the thought before it."""
+    last = conversation.messages[-1] if conversation.messages else {}
+    if message.get("role") == "assistant" and last.keys() == {"role", "content", "reasoning_content"}:
+        message["reasoning_content"] = last["reasoning_content"]
+        del conversation.messages[-1], conversation.places[-1]
+    conversation.add(message, place)
 
 
 def _is_ignored(kind: str, item: dict[str, Any]) -> bool:

@@ -1,21 +1,18 @@
-"""A response that is being generated: its items, and the events that report them."""
+"""A response in the format of /v1/responses: its items, and the events that report them."""
 
-import base64
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
-from specinfer.inputs.formats.parser import OutputDelta
+from specinfer.server.blocks import Block, BlockEvent, Blocks, sealed
+from specinfer.server.dialect import Event, to_json
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import metrics_of, usage_of
 from specinfer.server.json_body import read_generated
-
-Event = dict[str, Any]
-_SEALED = "specinfer:"  # begins the encoding of a thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +49,8 @@ _IDS = {
 }  # fmt: skip
 
 
-def sealed(thought: str) -> str:
-    """Return a thought in an encoding that clients send back as it is."""
-    return _SEALED + base64.b64encode(thought.encode("utf-8", "surrogatepass")).decode()
-
-
-def unsealed(given: Any) -> str:
-    """Return the thought in an encoding; none if it was not made here."""
-    try:
-        return base64.b64decode(given.removeprefix(_SEALED)).decode() if given.startswith(_SEALED) else ""
-    except (AttributeError, ValueError):
-        return ""
-
-
 class ResponseItems:
-    """The items of one response; takes the text in pieces and returns events for what is new.
+    """The writer of one response, each block of which is an item.
 
     Args:
         name: The request's id, which is part of the items' ids.
@@ -81,17 +65,16 @@ class ResponseItems:
         name: str,
         head: dict[str, Any],
         generation: Generation,
+        blocks: Blocks,
         calls: Mapping[str, dict[str, Any]],
         *,
         has_summaries: bool,
         seals: bool,
     ) -> None:
-        self._name, self._head, self._generation = name, head, generation
+        self._name, self._head, self._generation, self._blocks = name, head, generation, blocks
         self._calls, self._has_summaries, self._seals = calls, has_summaries, seals
         self._status = "in_progress"
         self._items: list[dict[str, Any]] = []
-        self._open: int | str | None = None  # the index of the call that the open item is, or the item's type
-        self._texts: list[str] = []  # the parts of the open item's text
         self._numbers = itertools.count()
 
     def begin(self) -> list[Event]:
@@ -100,25 +83,15 @@ class ResponseItems:
     def wait(self) -> list[Event]:
         return [self._state("response.in_progress")]
 
-    def push(self, deltas: Sequence[OutputDelta], chunk: TextChunk) -> list[Event]:
-        """Add more of the response and return its events."""
-        events: list[Event] = []
-        for delta in deltas:
-            text = delta.reasoning or delta.content or delta.arguments
-            kind = ("reasoning" if delta.reasoning else "message") if delta.index is None else delta.index
-            if kind != self._open and (text or delta.index is not None):
-                events += [*self._close("completed"), *self._begin(kind, delta)]
-            if text:
-                self._texts.append(text)
-                events += [self._of_text(one, "delta", delta=text) for one in self._texts_of(self._items[-1])]
-        return events
-
-    def finish(self, chunk: TextChunk) -> list[Event]:
-        """Complete the response and return its last events."""
+    def write(self, chunk: TextChunk, place: int = 0) -> list[Event]:
+        events = self._written(self._blocks.read(chunk), "completed")
+        if chunk.finish_reason is None:
+            return events
         is_cut = chunk.finish_reason == "length"
-        events = [] if self._items else self._begin("message", OutputDelta())
         self._status = "incomplete" if is_cut else "completed"
-        events += self._close(self._status)
+        if not self._items:
+            events += self._written(self._blocks.begin("text"), self._status)
+        events += self._written(self._blocks.end(), self._status)
         self._head |= self._end() | {"completed_at": None if is_cut else int(time.time())}
         if is_cut:
             self._head["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -126,12 +99,16 @@ class ResponseItems:
 
     def fail(self, error: ApiError) -> list[Event]:
         """End the response with an error and return the last events."""
-        events = self._close("incomplete")
+        events = self._written(self._blocks.end(), "incomplete")
         self._status = "failed"
         self._head |= self._end() | {"error": {"code": "server_error", "message": error.plain_message}}
         return [*events, self._state("response.failed")]
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self, chunks: Sequence[Sequence[TextChunk]]) -> bytes:
+        self.write(chunks[0][0])
+        return to_json(self.response())
+
+    def response(self) -> dict[str, Any]:
         """Return the response as it is now."""
         return self._head | {"status": self._status, "output": [dict(item) for item in self._items]}
 
@@ -148,32 +125,40 @@ class ResponseItems:
         return {"usage": usage, "metrics": metrics_of([self._generation])}
 
     def _state(self, kind: str) -> Event:
-        return self._event(kind, response=self.whole())
+        return self._event(kind, response=self.response())
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": kind, **fields, "sequence_number": next(self._numbers)}
 
     # -------------------------------------------------------------------------------------- items
 
-    def _begin(self, kind: int | str, delta: OutputDelta) -> list[Event]:
-        self._open, self._texts = kind, []
-        item: dict[str, Any] = {"type": kind, "role": "assistant", "content": []}
-        if kind == "reasoning":
-            item = {"type": kind, "summary": [], "content": []}
-        elif delta.name is not None:
-            fields = self._calls.get(delta.name, {"type": "function_call", "name": delta.name})
-            item = {"call_id": delta.id, **fields} | {"input" if "custom" in fields["type"] else "arguments": ""}
-        item |= {"id": f"{_IDS[item['type']]}_{self._name}_{len(self._items)}", "status": "in_progress"}
+    def _written(self, changes: Iterable[BlockEvent], status: str) -> list[Event]:
+        """Return the events for changes of blocks; one that ends has this status."""
+        events: list[Event] = []
+        for change, block, text in changes:
+            if change == "begin":
+                events += self._begin(block)
+            elif change == "grow":
+                events += [self._of_text(one, "delta", delta=text) for one in self._texts_of(self._items[-1])]
+            else:
+                events += self._close(block.text, status)
+        return events
+
+    def _begin(self, block: Block) -> list[Event]:
+        item: dict[str, Any] = {"type": "message", "role": "assistant", "content": []}
+        if block.kind == "thought":
+            item = {"type": "reasoning", "summary": [], "content": []}
+        elif block.call.name is not None:
+            name = block.call.name
+            fields = self._calls.get(name, {"type": "function_call", "name": name})
+            item = {"call_id": block.call.id, **fields} | {"input" if "custom" in fields["type"] else "arguments": ""}
+        item |= {"id": f"{_IDS[item['type']]}_{self._name}_{block.index}", "status": "in_progress"}
         self._items.append(item)
         events = [self._of_item("response.output_item.added", item=dict(item))]
         return events + [self._of_part(one, "added", "") for one in self._texts_of(item) if one.part]
 
-    def _close(self, status: str) -> list[Event]:
-        if self._open is None:
-            return []
-        self._open = None
-        item, text = self._items[-1], "".join(self._texts)
-        events = []
+    def _close(self, text: str, status: str) -> list[Event]:
+        item, events = self._items[-1], []
         for one in self._texts_of(item):
             name = {"name": item["name"]} if one.field == "arguments" else {}
             events.append(self._of_text(one, "done", **name, **{"text" if one.part else one.field: text}))

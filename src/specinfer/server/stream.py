@@ -6,8 +6,8 @@ disconnected is ended at once. ASGI reports that as the next message after the b
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -19,6 +19,8 @@ from specinfer.server.errors import ApiError, as_api_error
 logger = logging.getLogger(__name__)
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not buffer events
 
+Failing: TypeAlias = Callable[[ApiError], Sequence[Mapping[str, Any]]] | None
+
 
 class EventStream(Response):
     """A response that is a stream of events; it ends when the client disconnects.
@@ -26,6 +28,7 @@ class EventStream(Response):
     Args:
         events: The events as JSON objects, or None when nothing has come for a while.
         close: Called when the stream has ended, or if it never began.
+        fail: Returns the events that end the stream with an error, or None for the dialect's one event.
     """
 
     def __init__(
@@ -34,8 +37,9 @@ class EventStream(Response):
         close: Callable[[], None],
         headers: Mapping[str, str] | None = None,
         dialect: Dialect = OPENAI,
+        fail: Failing = None,
     ) -> None:
-        self._events, self._close, self._dialect = events, close, dialect
+        self._events, self._close, self._dialect, self._fail = events, close, dialect, fail
         super().__init__(headers={**_HEADERS, **(headers or {})}, media_type=dialect.media_type)
         del self.headers["content-length"]  # set by the empty body above
 
@@ -55,12 +59,14 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for line in lines_of(self._events, self._dialect):
+        async for line in lines_of(self._events, self._dialect, self._fail):
             await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def lines_of(events: AsyncIterator[Mapping[str, Any] | None], dialect: Dialect = OPENAI) -> AsyncIterator[bytes]:
+async def lines_of(
+    events: AsyncIterator[Mapping[str, Any] | None], dialect: Dialect = OPENAI, fail: Failing = None
+) -> AsyncIterator[bytes]:
     """Yield events as bytes. The status code has been sent by now, so an error is reported as an event."""
     try:
         async for event in events:
@@ -70,7 +76,8 @@ async def lines_of(events: AsyncIterator[Mapping[str, Any] | None], dialect: Dia
         if not isinstance(error, ApiError):  # an unforeseen exception
             logger.error("a stream ended with an error", exc_info=error)
         api_error = error if isinstance(error, ApiError) else as_api_error(RuntimeError())
-        yield dialect.line(dialect.error(api_error))
+        for event in [dialect.error(api_error)] if fail is None else fail(api_error):
+            yield dialect.line(event)
     if dialect.done:
         yield dialect.done
 

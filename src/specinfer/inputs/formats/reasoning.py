@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from specinfer.core.thought import Reasoning
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.core.thought import Reasoning
 from specinfer.inputs.formats.harmony import CHANNEL, END, MESSAGE, START, TEXTS, channel_rules
 from specinfer.inputs.formats.lark import SPACE, Literals, SpecialToken, escaped, ranges
 
