@@ -1,9 +1,10 @@
 """Pages, tables and code of the documentation site that are written from other files and from the code.
 
 A hook of MkDocs (mkdocs.yml). README, CONTRIBUTING, model cards, examples and commands become pages. A line
-`<!-- table: NAME -->` becomes a table: settings of the server from the dataclasses of options, fields of requests
-from `server/protocol.py`, names of vLLM from `core.vllm_tables`. A line `<!-- source: NAME -->` becomes the source of a function. Links between files of the
-repository become links between pages, so that every file can also be read where it is.
+`<!-- table: NAME -->` becomes a table: settings of the server from the dataclasses of options, fields of requests from
+`server/protocol.py`, names of vLLM from `core.vllm_tables`. A line `<!-- source: NAME -->` becomes the source of a
+function. Links between files of the repository become links between pages, so that every file can also be read where
+it is.
 """
 
 import posixpath

@@ -1,8 +1,8 @@
 """The fields of completion requests: OpenAI's, vLLM's and SpecInfer's own. Null means the default.
 
-Each field is declared once. Parsing and the schema follow, and a table of the documentation, a row of which is a field with
-a text (`row`) and those after it. A field that `SamplingParams` has under the same name is passed to it.
-`SamplingParams` checks the numbers. This module checks what JSON adds: types, and how many items may be sent. Unknown
+Each field is declared once. Parsing and the schema follow, and a table of the documentation, a row of which is a field
+with a text (`row`) and those after it. A field that `SamplingParams` has under the same name is passed to it, and its
+number is checked there. This module checks what JSON adds: types, and how many items may be sent. Unknown
 fields are ignored and named in a header, except those whose sender would rely on them: these are refused by name.
 """
 
