@@ -63,7 +63,7 @@ def test_events_are_lines_of_ascii_and_end_with_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(ApiError(503, "gone", code="x"), "x"), (KeyError("secret"), "internal_error")]
+    ("error", "code"), [(ApiError("loading", "gone"), "loading"), (KeyError("secret"), "internal_error")]
 )
 def test_a_failure_is_the_last_event(error: Exception, code: str) -> None:
     _, second, last = asyncio.run(lines([{"a": 1}, error]))

@@ -38,16 +38,16 @@ async def load_adapter(fields: LoadFields, request: Request) -> PlainTextRespons
     state = _updatable(request)
     if fields.lora_name in state.model_names:
         message = f"lora_name: {fields.lora_name!r:.80} is served already; unload it first, or choose another name"
-        raise ApiError(400, message, param="lora_name")
+        raise ApiError("invalid_value", message, param="lora_name")
     if fields.lora_name in state.loading_adapters:
         message = f"lora_name: {fields.lora_name!r:.80} is being loaded already; wait for it, or choose another name"
-        raise ApiError(400, message, param="lora_name")
+        raise ApiError("invalid_value", message, param="lora_name")
     state.loading_adapters.add(fields.lora_name)
     try:
         adapter = LoRARequest(fields.lora_name, next(state.adapter_ids), fields.lora_path)
         await state.engine.read(lambda: _registry(state).find(adapter))
     except ValueError as error:
-        raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
+        raise ApiError("invalid_value", str(error), param=str(error).partition(":")[0]) from error
     finally:
         state.loading_adapters.discard(fields.lora_name)
     state.adapters[fields.lora_name] = adapter
@@ -61,7 +61,7 @@ async def unload_adapter(fields: UnloadFields, request: Request) -> PlainTextRes
     adapter = state.adapters.pop(fields.lora_name, None)
     if adapter is None:
         message = f"lora_name: there is no adapter {fields.lora_name!r:.80}; see /v1/models"
-        raise ApiError(404, message, param="lora_name", code="model_not_found")
+        raise ApiError("model_not_found", message, param="lora_name")
     _registry(state).drop(adapter.lora_int_id)
     return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
@@ -71,12 +71,12 @@ def _updatable(request: Request) -> ServerState:
     state = state_of(request)
     if not state.config.allow_runtime_lora_updating:
         message = "adapters may not be changed while the server runs; start it with --allow-runtime-lora-updating"
-        raise ApiError(403, message, kind="permission_error", code="lora_updating_disabled")
+        raise ApiError("lora_updating_disabled", message)
     return state
 
 
 def _registry(state: ServerState) -> Any:
     registry = state.engine.llm.adapters
     if registry is None:
-        raise ApiError(400, "no adapters are served here; start the server with --enable-lora", code="lora_disabled")
+        raise ApiError("lora_disabled", "no adapters are served here; start the server with --enable-lora")
     return registry

@@ -105,10 +105,8 @@ class Gate:
             state.check_ready()
             if not quotas.check_connection(tenant, state.config.max_connections):
                 raise ApiError(
-                    503,
+                    "too_many_connections",
                     f"{counted(quotas.num_connections, 'request')} being served already; try again later",
-                    kind="server_error",
-                    code="too_many_connections",
                     headers={"Retry-After": "1"},
                 )
 

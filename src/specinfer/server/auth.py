@@ -45,11 +45,8 @@ class Guard:
                 tenant = self._tenant(headers)
                 if not tenant and not self._is_open(scope["method"], path):
                     raise ApiError(
-                        401,
+                        "invalid_api_key",
                         "a valid API key is needed; send it as Authorization: Bearer KEY",
-                        kind="authentication_error",
-                        code="invalid_api_key",
-                        headers={"WWW-Authenticate": "Bearer"},
                     )
                 self._check_role(tenant, path)
             else:
@@ -61,10 +58,8 @@ class Guard:
         role = _ROLE_OF.get(path, "generate")
         if tenant and path not in _ANY_ROLE and role not in self._tenants[tenant].roles:
             raise ApiError(
-                403,
+                "insufficient_permissions",
                 f"this API key is not for {path}: it lacks the role {role}; use another key",
-                kind="permission_error",
-                code="insufficient_permissions",
             )
 
     def _is_open(self, method: str, path: str) -> bool:
@@ -93,9 +88,7 @@ class Guard:
         # A Host that is an IP address is not a name that someone else could point at this machine.
         if not allowed and _is_address(name):
             return
-        raise ApiError(
-            403, f"host: {name!r:.80} is not a name of this server; add it with --allowed-hosts", code="invalid_host"
-        )
+        raise ApiError("invalid_host", f"host: {name!r:.80} is not a name of this server; add it with --allowed-hosts")
 
     def _check_origin(self, headers: Mapping[bytes, str], scheme: str) -> None:
         origin = headers.get(b"origin")
@@ -107,9 +100,8 @@ class Guard:
         if origin.removesuffix(default) == f"{scheme}://{headers.get(b'host', '').removesuffix(default)}":
             return
         raise ApiError(
-            403,
+            "invalid_origin",
             f"origin: pages of {origin!r:.80} may not call this server; add it with --allowed-origins",
-            code="invalid_origin",
         )
 
 

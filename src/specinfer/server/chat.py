@@ -32,7 +32,7 @@ async def create_chat_completion(fields: ChatFields, request: Request) -> Respon
 
 def _check(fields: ChatFields) -> None:
     if fields.modalities is not None and fields.modalities != ["text"]:
-        raise ApiError(400, 'modalities: only ["text"] is served', param="modalities", code="unsupported_parameter")
+        raise ApiError("unsupported_parameter", 'modalities: only ["text"] is served', param="modalities")
     if fields.top_logprobs and not fields.logprobs:
         raise RequestError("top_logprobs: only with logprobs set to true")
     if fields.tools and fields.functions:

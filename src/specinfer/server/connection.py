@@ -135,9 +135,9 @@ class Connection(H11Protocol):
         if hint == 431:
             error = head_too_large(self._limits)
         elif hint == 413:
-            error = ApiError(413, str(exception), code="request_too_large")
+            error = ApiError("request_too_large", str(exception))
         else:
-            error = ApiError(400, f"{msg} It is not valid HTTP/1.1", code="invalid_request")
+            error = ApiError("invalid_request", f"{msg} It is not valid HTTP/1.1")
         body = json.dumps(error.body()).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         headers.append(("x-request-id", uuid.uuid4().hex))

@@ -134,14 +134,13 @@ def failure(request: Request | None) -> ApiError:
         case Fault.NO_VALID_TOKEN:
             return as_api_error(RequestError(message))
         case Fault.LATE_START:
-            return ApiError(429, message, kind="rate_limit_error", code="queue_timeout", headers={"Retry-After": "1"})
+            return ApiError("queue_timeout", message)
         case Fault.LATE_END:
-            return ApiError(504, message, kind="server_error", code="timeout", headers={"x-should-retry": "false"})
+            return ApiError("timeout", message)
         case Fault.BROKEN:
-            headers = {"x-should-retry": "false"}
-            return ApiError(500, message, kind="server_error", code="generation_failed", headers=headers)
+            return ApiError("generation_failed", message)
         case _:  # another server may be able to serve it
-            return ApiError(503, message, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
+            return ApiError("engine_unavailable", message)
 
 
 def usage_of(generations: Sequence[Generation], *, hides_output: bool = False) -> dict[str, Any]:

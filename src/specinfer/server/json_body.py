@@ -152,4 +152,4 @@ def _int(digits: str) -> int:
 
 
 def _refused(reason: str) -> ApiError:
-    return ApiError(400, f"body: {reason}", code="invalid_json")
+    return ApiError("invalid_json", f"body: {reason}")

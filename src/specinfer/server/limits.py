@@ -36,10 +36,8 @@ class Heads:
 
 def head_too_large(config: ServerConfig) -> ApiError:
     return ApiError(
-        431,
+        "headers_too_large",
         f"headers: more than {config.max_headers} of them or {config.max_header_bytes} bytes; send fewer",
-        code="headers_too_large",
-        headers=_CLOSE,
     )
 
 
@@ -72,12 +70,10 @@ class Bodies:
         limit = self._config.max_body_bytes
         declared = headers.get(b"content-length", b"0")
         if not declared.isdigit():
-            raise ApiError(400, "content-length: must be a number", code="invalid_value", headers=_CLOSE)
+            raise ApiError("invalid_value", "content-length: must be a number", headers=_CLOSE)
         too_large = ApiError(
-            413,
+            "request_too_large",
             f"body: more than {limit} bytes; send less, or raise --max-body-bytes",
-            code="request_too_large",
-            headers=_CLOSE,
         )
         if int(declared[:20]) > _DISCARDED * limit:
             raise too_large
@@ -103,10 +99,8 @@ class Bodies:
                         break
         except TimeoutError:
             raise ApiError(
-                408,
+                "request_timeout",
                 f"body: not here after {self._config.body_timeout:g} seconds; send it faster, or less",
-                code="request_timeout",
-                headers=_CLOSE | {"x-should-retry": "false"},
             ) from None
         except QuotaError as error:
             refused = as_api_error(error)
@@ -134,11 +128,9 @@ def token_headers(quotas: Quotas, tenant: str) -> dict[str, str]:
 
 def _too_much_at_once() -> ApiError:
     return ApiError(
-        503,
+        "too_many_connections",
         "body: too much is being sent by all clients together; try again later",
-        kind="server_error",
-        code="too_many_connections",
-        headers=_CLOSE | {"Retry-After": "1"},
+        headers=_CLOSE,
     )
 
 
@@ -154,9 +146,8 @@ def _as_json(scope: Scope, headers: Mapping[bytes, bytes]) -> Scope:
     kind = headers.get(b"content-type", b"").decode("latin-1").split(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(
-            415,
+            "unsupported_media_type",
             f"content-type: must be application/json, not {kind!r:.60}; set the header",
-            code="unsupported_media_type",
         )
     return scope
 

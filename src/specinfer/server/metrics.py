@@ -22,6 +22,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.engine.tally import Tally
 from specinfer.generation import Generation
 from specinfer.learning.adapt.settings import AdaptationStats
+from specinfer.server.errors import STATUS_OF
 from specinfer.verify import Acceptance
 
 PREFIX = "specinfer:"
@@ -71,15 +72,6 @@ SECONDS = (
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 NODES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 1024)
 FEW = (1, 2, 5, 10, 20, 50, 128)
-# Error codes with a label of their own; others share one, as the number of label values must be bounded.
-REFUSALS = frozenset({
-    "invalid_value", "missing_field", "invalid_json", "context_length_exceeded", "model_not_found", "not_found",
-    "method_not_allowed", "invalid_api_key", "insufficient_permissions", "invalid_host", "invalid_origin",
-    "request_too_large", "headers_too_large", "unsupported_media_type", "request_timeout", "queue_full",
-    "engine_unavailable", "loading", "shutting_down", "too_many_connections", "internal_error",
-    "unsupported_parameter", "rate_limit_exceeded", "client_closed_request", "generation_failed",
-    "timeout",
-})  # fmt: skip
 
 
 def as_vllm(text: bytes) -> bytes:
@@ -138,7 +130,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def count_refusal(self, code: str) -> None:
-        self._refused.labels(self._model_name, code if code in REFUSALS else "other").inc()
+        self._refused.labels(self._model_name, code if code in STATUS_OF else "other").inc()
 
     # ------------------------------------------------------------------------ in the engine's thread
 

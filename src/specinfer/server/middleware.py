@@ -84,7 +84,7 @@ class Refusals:
             # Cancelled because the server is stopping. If it is not, the client has gone and needs no response.
             if started or not self._state.is_stopping:
                 raise
-            api_error = ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+            api_error = ApiError("shutting_down", "the server is shutting down")
         except Exception as error:
             api_error = as_api_error(error) if isinstance(error, KNOWN) else _of_fault(error, started=started)
         if not started:

@@ -89,7 +89,7 @@ async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus format."""
     scrape = state_of(request).scrape
     if scrape is None:
-        raise ApiError(404, "metrics are not served", code="not_found")
+        raise ApiError("not_found", "metrics are not served")
     return Response(scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -99,4 +99,4 @@ async def metrics(request: Request) -> Response:
 async def embed(request: Request) -> None:
     """Refuse to embed a text."""
     message = f"{request.url.path}: the served model returns no embeddings; use a server for embedding models"
-    raise ApiError(400, message, param="model", code="unsupported_parameter")
+    raise ApiError("unsupported_parameter", message, param="model")

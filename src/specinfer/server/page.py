@@ -91,14 +91,14 @@ async def about(request: Request) -> JSONResponse:
 
 def _check_served(request: Request) -> None:
     if not state_of(request).config.page:
-        raise ApiError(404, f"{request.url.path}: this server has no page", code="not_found")
+        raise ApiError("not_found", f"{request.url.path}: this server has no page")
 
 
 def _respond(request: Request, name: str) -> Response:
     _check_served(request)
     asset = assets().get(name)
     if asset is None:
-        raise ApiError(404, f"{request.url.path}: there is no such file", code="not_found")
+        raise ApiError("not_found", f"{request.url.path}: there is no such file")
     headers = _HEADERS | {"ETag": asset.etag}
     known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     if asset.etag in known or "*" in known:

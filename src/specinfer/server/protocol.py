@@ -12,8 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from fastapi.exceptions import RequestValidationError
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
+from specinfer.core.errors import RequestError
 from specinfer.core.sampling import MAX_LOGPROBS
-from specinfer.server.errors import ApiError, unsupported
+from specinfer.server.errors import unsupported
 from specinfer.server.field_checks import CONSTRAINTS, HARMLESS, REFUSED, as_number, few, with_ignored
 from specinfer.server.response_format import ignored_keys
 
@@ -169,7 +170,7 @@ class SharedFields(BaseModel):
             if name in REFUSED and value not in (False, [], ""):
                 raise unsupported(name, REFUSED[name])
         if self.prompt_logprobs is not None and self.stream:
-            raise ApiError(400, "prompt_logprobs: not in a stream; leave one of them out", param="prompt_logprobs")
+            raise RequestError("prompt_logprobs: not in a stream; leave one of them out")
         ignored = sorted(name for name in unknown if name not in HARMLESS and name not in CONSTRAINTS)
         if self.stream_options is not None:
             ignored += [f"stream_options.{name}" for name in self.stream_options.model_extra or ()]
@@ -282,7 +283,7 @@ def check_single(fields: SharedFields, refused: Mapping[str, str]) -> None:
         if getattr(fields, name, (fields.model_extra or {}).get(name)) not in (None, False):
             raise unsupported(name, remedy)
     if fields.n not in (None, 1):
-        raise ApiError(400, "n: a response has one output; send several requests", param="n")
+        raise RequestError("n: a response has one output; send several requests")
 
 
 Fields = TypeVar("Fields", bound=SharedFields)

@@ -58,7 +58,7 @@ async def compact() -> Response:
 async def find_response(response_id: str) -> Response:
     """Answer that the response was not found: none is stored."""
     message = f"Response with id {response_id!r:.80} not found: nothing is stored here."
-    raise ApiError(404, message, param="response_id", code="not_found")
+    raise ApiError("not_found", message, param="response_id")
 
 
 async def _begin(call: Call, fields: ResponsesFields) -> PendingResponse:

@@ -13,7 +13,6 @@ from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.messages import text_of
 from specinfer.server.blocks import unsealed
 from specinfer.server.conversations import Conversation
-from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import few
 from specinfer.server.protocol import (
     USE_CHAT,
@@ -89,9 +88,9 @@ class ResponsesFields(SharedFields):
         """Check the fields and return the headers that the response gets because of them."""
         check_single(self, _REFUSED | {"top_logprobs": USE_CHAT})
         if self.truncation not in (None, "auto", "disabled"):
-            raise ApiError(400, f"truncation: use auto or disabled, not {self.truncation!r:.60}", param="truncation")
+            raise RequestError(f"truncation: use auto or disabled, not {self.truncation!r:.60}")
         if "message.output_text.logprobs" in (self.include or ()):
-            raise ApiError(400, "include: no log-probabilities here; use /v1/chat/completions", param="include")
+            raise RequestError("include: no log-probabilities here; use /v1/chat/completions")
         return super().check()
 
     @property

@@ -118,7 +118,7 @@ class ServerState:
         if name is not None and name not in self.model_names:
             known = ", ".join(self.model_names)
             message = f"model: {name!r:.80} is not served here; use {known}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise ApiError("model_not_found", message, param="model")
 
 
 def quotas_of(config: ServerConfig) -> Quotas:
@@ -129,13 +129,13 @@ def quotas_of(config: ServerConfig) -> Quotas:
 def loading(last_end: str = "", ready_at: float | None = None) -> ApiError:
     """Return the error for requests that arrive before the engine is ready; see `loading_message`."""
     message, seconds = loading_message(last_end, ready_at)
-    return ApiError(503, message, kind="server_error", code="loading", headers={"Retry-After": str(seconds)})
+    return ApiError("loading", message, headers={"Retry-After": str(seconds)})
 
 
 def shutting_down() -> ApiError:
     """Return the error for new work while the server shuts down."""
     message = "the server is shutting down; send the request to another, or later"
-    return ApiError(503, message, kind="server_error", code="shutting_down", headers={"Retry-After": "5"})
+    return ApiError("shutting_down", message)
 
 
 def state_of(request: Request) -> ServerState:

@@ -102,7 +102,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait((working, going), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ApiError(499, "the client closed the connection", code="client_closed_request")
+            raise ApiError("client_closed_request", "the client closed the connection")
         return working.result()
     finally:
         await cancel(working, going)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from specinfer.core.errors import RequestError
 from specinfer.server.auth import body_size_of, tenant_of
-from specinfer.server.errors import ApiError, as_api_error, unsupported
+from specinfer.server.errors import as_api_error, unsupported
 from specinfer.server.field_checks import REFUSED, with_ignored
 from specinfer.server.json_body import MAX_VALUES, ParsedRoute
 from specinfer.server.state import ServerState, state_of
@@ -66,7 +66,7 @@ class DetokenizeResponse(BaseModel):
 async def tokenize(request: Request, asked: TokenizeRequest) -> Response:
     state = _state(request, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
-        raise ApiError(400, "prompt: give either prompt or messages", param="prompt")
+        raise RequestError("prompt: give either prompt or messages")
     headers = _headers(asked, state.engine.llm.reader.unread_kwargs(asked.chat_template_kwargs))
     body = await _read(request, state, lambda: _tokenized(state, asked))
     return Response(body, headers=headers, media_type="application/json")
@@ -122,9 +122,7 @@ def _detokenized(state: ServerState, tokens: list[int]) -> str:
     """Return the response as JSON."""
     size = state.engine.llm.target.loaded.vocab_size
     if wrong := [token for token in tokens if token >= size]:
-        raise ApiError(
-            400, f"tokens: {wrong[0]} is not in the vocabulary of {size} tokens; leave it out", param="tokens"
-        )
+        raise RequestError(f"tokens: {wrong[0]} is not in the vocabulary of {size} tokens; leave it out")
     return DetokenizeResponse(prompt=state.engine.llm.reader.texts.decode(tokens)).model_dump_json()
 
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from specinfer.server.metrics import PREFIX, REFUSALS, as_vllm
+from specinfer.server.errors import STATUS_OF
+from specinfer.server.metrics import PREFIX, as_vllm
 
 PORT = "port"  # the label of the router's process, in place of a replica's name
 _SAMPLE = re.compile(r"([^{\s]+)(?:\{(.*)\})? (\S+(?: \S+)?)")
@@ -32,7 +33,7 @@ class RouterMetrics:
         self._live = self._gauge("replica_requests", "Requests that are with replicas.")
 
     def count_refusal(self, code: str) -> None:
-        self._refused.labels(self._model_name, code if code in REFUSALS else "other").inc()
+        self._refused.labels(self._model_name, code if code in STATUS_OF else "other").inc()
 
     def count_moved(self, how: str) -> None:
         self._moved.labels(self._model_name, how).inc()

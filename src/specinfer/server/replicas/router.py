@@ -111,7 +111,7 @@ def create_router(state: RouterState) -> ASGIApp:
 
 def lost(message: str) -> ApiError:
     """Return the error for a request that no replica can answer."""
-    return ApiError(503, message, kind="server_error", code="engine_unavailable", headers={"Retry-After": "5"})
+    return ApiError("engine_unavailable", message)
 
 
 class _Outermost:
@@ -179,7 +179,7 @@ class Router:
 
     async def _metrics(self) -> Response:
         if not self._state.config.metrics:
-            raise ApiError(404, "metrics are not served", code="not_found")
+            raise ApiError("not_found", "metrics are not served")
         results = await self._state.replica_set.everyone("scrape", _PROBE_SECONDS)
         own = self._state.metrics.scrape(num_replicas=len(results), num_live=self._state.num_live)
         texts = {PORT: own} | dict(sorted(results))
