@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -26,6 +27,7 @@ from specinfer.server.errors import STATUS_OF
 from specinfer.verify import Acceptance
 
 PREFIX = "specinfer:"
+Values: TypeAlias = float | Mapping[Any, float]  # by the value of a label, or a tuple of values
 
 
 class MetricFamilies:
@@ -34,33 +36,24 @@ class MetricFamilies:
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
 
-    def gauge(self, name: str, help: str, value: float) -> Metric:
-        """Return a gauge."""
-        return self._filled(GaugeMetricFamily, name, help, {(): value})
+    def gauge(self, name: str, help: str, values: Values, *labels: str) -> Metric:
+        return self._filled(GaugeMetricFamily, name, help, values, labels)
 
-    def gauges(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
-        """Return a gauge for each value of a label."""
-        return self._filled(GaugeMetricFamily, name, help, {(key,): one for key, one in values.items()}, label)
-
-    def total(self, name: str, help: str, value: float) -> Metric:
+    def total(self, name: str, help: str, values: Values, *labels: str) -> Metric:
         """Return a counter."""
-        return self._filled(CounterMetricFamily, name, help, {(): value})
-
-    def totals(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
-        """Return a counter for each value of a label."""
-        return self._filled(CounterMetricFamily, name, help, {(key,): one for key, one in values.items()}, label)
+        return self._filled(CounterMetricFamily, name, help, values, labels)
 
     def _filled(
         self,
         kind: type[GaugeMetricFamily | CounterMetricFamily],
         name: str,
         help: str,
-        values: Mapping[tuple[str, ...], float],
-        *labels: str,
+        values: Values,
+        labels: Sequence[str],
     ) -> Metric:
         family = kind(PREFIX + name, help, labels=["model_name", *labels])
-        for keys, value in values.items():
-            family.add_metric([self._model_name, *keys], value)
+        for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+            family.add_metric([self._model_name, *((key,) if isinstance(key, str) else key)], value)
         return family
 
 
@@ -214,7 +207,7 @@ class Metrics:
             yield self._families.total(name, help, value)
         on_device = counted.num_device_steps
         steps = {"device": on_device, "host": counted.num_steps - on_device}
-        yield self._families.totals("steps", "Steps on the device, and ordinary ones.", "executor", steps)
+        yield self._families.total("steps", "Steps on the device, and ordinary ones.", steps, "executor")
         stream = engine.llm.target.loaded.stream
         for name, help, count in (
             ("weights_read_bytes", "Of the target's weights, for its passes.", stream.bytes_read if stream else 0),
@@ -223,8 +216,8 @@ class Metrics:
         ):
             yield self._families.total(name, help, count)
         positions = {str(place): count for place, count in enumerate(totals.accepted_at) if count}
-        yield self._families.totals(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth.", "position", positions
+        yield self._families.total(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth.", positions, "position"
         )
         for name, help, label, counts in (
             ("draft_nodes", "Draft tokens, by drafter.", "drafter", totals.drafted_by),
@@ -232,13 +225,13 @@ class Metrics:
             ("verification_drafts", "Token trees, by the rule that auto chose.", "verification", totals.drafts_by_rule),
             ("verification_tokens", "Tokens of their passes.", "verification", totals.generated_by_rule),
         ):
-            yield self._families.totals(name, help, label, counts)
+            yield self._families.total(name, help, counts, label)
         yield from self._by_key()
         drafter = engine.llm.drafter
         if drafter is not None and drafter.selection is not None:
             weights = drafter.selection.weights
-            yield self._families.gauges(
-                "drafter_weight", "Recent weight of each drafter in the selection.", "drafter", weights
+            yield self._families.gauge(
+                "drafter_weight", "Recent weight of each drafter in the selection.", weights, "drafter"
             )
         if engine.llm.adaptation is not None:
             yield from self._adaptation(engine.llm.adaptation.stats)
@@ -262,23 +255,17 @@ class Metrics:
                 {key: one.num_incoming_bytes for key, one in usage},
             ),
         ):
-            yield self._families.gauges(name, help, "key", values)
+            yield self._families.gauge(name, help, values, "key")
         for name, help, values in (
             ("key_prompt_tokens", "Tokens of a key's prompts.", {key: one.num_prompt_tokens for key, one in usage}),
             ("key_generation_tokens", "Generated for a key.", {key: one.num_generated_tokens for key, one in usage}),
         ):
-            yield self._families.totals(name, help, "key", values)
-        refused = CounterMetricFamily(
-            PREFIX + "key_refused", "Requests over a limit of their key.", labels=["model_name", "key", "limit"]
-        )
-        limits = GaugeMetricFamily(PREFIX + "key_limit", "Limits of a key.", labels=["model_name", "key", "limit"])
-        for key, one in usage:
-            for limit, count in one.num_refused.items():
-                refused.add_metric([self._model_name, key, limit], count)
-            for limit, most in asdict(quotas.limits[key]).items():
-                if most is not None:
-                    limits.add_metric([self._model_name, key, limit], most)
-        yield from (refused, limits)
+            yield self._families.total(name, help, values, "key")
+        refused = {(key, limit): count for key, one in usage for limit, count in one.num_refused.items()}
+        yield self._families.total("key_refused", "Requests over a limit of their key.", refused, "key", "limit")
+        limits = {(key, name): most for key, of_key in quotas.limits.items() for name, most in asdict(of_key).items()}
+        limits = {names: most for names, most in limits.items() if most is not None}
+        yield self._families.gauge("key_limit", "Limits of a key.", limits, "key", "limit")
 
     def _adaptation(self, stats: Mapping[str, AdaptationStats]) -> Iterable[Metric]:
         """Yield the metrics of drafters that learn online."""
@@ -289,17 +276,16 @@ class Metrics:
             ("adaptation_restarts", "Times that what was learned was thrown away.", "num_restarts"),
         ):
             counts = {drafter: getattr(one, field) for drafter, one in stats.items()}
-            yield self._families.totals(name, help, "drafter", counts)
-        rates = GaugeMetricFamily(
-            PREFIX + "adaptation_hit_rate",
+            yield self._families.total(name, help, counts, "drafter")
+        rates = {(drafter, "now"): one.hit_rate for drafter, one in stats.items()}
+        rates |= {(drafter, "original"): one.original_hit_rate for drafter, one in stats.items()}
+        yield self._families.gauge(
+            "adaptation_hit_rate",
             "Share of a drafter's first choices that are right on held-out traffic, now and at the start.",
-            labels=["model_name", "drafter", "version"],
+            {names: rate for names, rate in rates.items() if not math.isnan(rate)},
+            "drafter",
+            "version",
         )
-        for drafter, one in stats.items():
-            for version, rate in (("now", one.hit_rate), ("original", one.original_hit_rate)):
-                if not math.isnan(rate):
-                    rates.add_metric([self._model_name, drafter, version], rate)
-        yield rates
 
     def _counter(self, name: str, help: str, label: str) -> Counter:
         return Counter(PREFIX + name, help, ["model_name", label], registry=self.registry)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import uvicorn
+
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.limits import QueueLimits
 from specinfer.core.systems import raise_max_descriptors, stop_signals
@@ -73,6 +75,35 @@ def on_signal(loop: asyncio.AbstractEventLoop, number: int, stop: Callable[[int]
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop, number))
 
 
+class StopSignals:
+    """The signals that stop a process: the first one lets requests end in time, a second one ends them at once.
+
+    Attributes:
+        stopping, forced: Set by the first and by the second signal.
+        set_by: The name of the last signal.
+    """
+
+    def __init__(self, server: uvicorn.Server) -> None:
+        self._server = server
+        self.stopping, self.forced = asyncio.Event(), asyncio.Event()
+        self.set_by = ""
+
+    def stop(self, number: int) -> None:
+        """Note that a signal has come."""
+        if self.stopping.is_set():
+            self.forced.set()
+            self._server.force_exit = True
+        self.set_by = signal.Signals(number).name
+        self.stopping.set()
+
+    async def come_before(self, *work: "asyncio.Future[Any]") -> bool:
+        """Wait for any of the work, and return whether the process was stopped before all of it was done."""
+        stopping = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait({*work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        return not work[0].done()
+
+
 def run(service: Service, listener: socket.socket | None = None) -> int:
     """Serve until the process is stopped, and return its exit code.
 
@@ -102,35 +133,34 @@ class _Process:
         self._state = ServerState(None, service.config, service.names, service.model, *last)
         self._notify = notify if service.parent is None else service.parent.report
         self._server = make_server(service.config, create_app(self._state))
-        self._stopping, self._forced = asyncio.Event(), asyncio.Event()
-        self._set_by = ""
+        self._signals = StopSignals(self._server)
         self.leaves_thread = False  # a thread is still loading or computing in native code
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         if self._service.parent is not None:
-            self._service.parent.on_stop(lambda number: loop.call_soon_threadsafe(self._stop, number))
+            self._service.parent.on_stop(lambda number: loop.call_soon_threadsafe(self._signals.stop, number))
         else:
             for number in stop_signals():
-                on_signal(loop, number, self._stop)
+                on_signal(loop, number, self._signals.stop)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         if self._service.parent is not None:
             self._service.parent.report(ACCEPTING)
         logger.info("listening on %s; loading %s", address(self._service.config, self._listener), self._service.model)
         try:
-            llm = await self._wait_unless_stopped(_in_thread(self._service.load))
-            if llm is None:
+            loading = _in_thread(self._service.load)
+            if await self._signals.come_before(loading, self._serving):
                 self.leaves_thread = True
-                logger.info("%s: the server ends before the model is loaded", self._set_by)
+                logger.info("%s: the server ends before the model is loaded", self._signals.set_by)
                 return 0
-            engine = AsyncLLM(llm, self._service.limits)
+            engine = AsyncLLM(loading.result(), self._service.limits)
             return await self._serve(engine)
         finally:
             self._server.should_exit = True
             await self._serving
 
     async def _serve(self, engine: AsyncLLM) -> int:
-        observation = Observation(engine, self._state)
+        observation, stopping = Observation(engine, self._state), self._signals.stopping
         self._state.put_engine(engine)
         engine.start()
         gc.collect()
@@ -140,9 +170,11 @@ class _Process:
         watchdog = asyncio.create_task(self._report_health(engine))
         try:
             async with observation:
-                while not (self._stopping.is_set() or engine.has_failed or engine.is_hung or self._serving.done()):
+                while not (
+                    self._signals.stopping.is_set() or engine.has_failed or engine.is_hung or self._serving.done()
+                ):
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._stopping.wait(), _TICK)
+                        await asyncio.wait_for(stopping.wait(), _TICK)
                 return await self._end(engine)
         finally:
             gc.unfreeze()
@@ -191,36 +223,21 @@ class _Process:
         seconds = self._service.config.shutdown_timeout
         logger.info(
             "%s: no new requests; %d outputs get %g seconds to end; once more ends them now",
-            self._set_by, engine.num_live, seconds,
+            self._signals.set_by, engine.num_live, seconds,
         )  # fmt: skip
         ended = await self._until_forced(engine.drain(seconds))
         if not ended:
             logger.warning("%d outputs did not end in time and end with an error", engine.num_live)
-        await engine.shutdown(1.0 if self._forced.is_set() else 10.0)
+        await engine.shutdown(1.0 if self._signals.forced.is_set() else 10.0)
         # A text may take longer to read, which is no failure.
-        return 0 if engine.has_stopped and not (self._forced.is_set() or engine.has_failed) else 1
-
-    async def _wait_unless_stopped(self, work: "asyncio.Future[LLM]") -> LLM | None:
-        """Return the loaded model, or None if the server is stopped before."""
-        stopping = asyncio.create_task(self._stopping.wait())
-        awaited: set[asyncio.Future[Any]] = {work, stopping, self._serving}
-        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        return work.result() if work.done() else None
+        return 0 if engine.has_stopped and not (self._signals.forced.is_set() or engine.has_failed) else 1
 
     async def _until_forced(self, work: Coroutine[None, None, bool]) -> bool:
-        task, forced = asyncio.ensure_future(work), asyncio.create_task(self._forced.wait())
+        task, forced = asyncio.ensure_future(work), asyncio.create_task(self._signals.forced.wait())
         await asyncio.wait({task, forced}, return_when=asyncio.FIRST_COMPLETED)
         for each in (task, forced):
             each.cancel()
         return task.done() and not task.cancelled() and task.result()
-
-    def _stop(self, number: int) -> None:
-        if self._stopping.is_set():
-            self._forced.set()
-            self._server.force_exit = True
-        self._set_by = signal.Signals(number).name
-        self._stopping.set()
 
 
 def _in_thread(load: Callable[[], LLM]) -> "asyncio.Future[LLM]":

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from specinfer.core.errors import ModelError
 from specinfer.core.systems import STOP_SIGNALS
 from specinfer.server.connection import make_server
 from specinfer.server.listening import address, listening
-from specinfer.server.process import leave_at_once, on_signal
+from specinfer.server.process import StopSignals, leave_at_once, on_signal
 from specinfer.server.replicas.replica_set import Cluster, RayReplicaSet, deploy
 from specinfer.server.replicas.router import RouterState, create_router
 from specinfer.server.replicas.settings import ReplicaDeployment
@@ -66,8 +66,7 @@ class _Process:
         self._service, self._listener, self._config = service, listener, settings.server
         self._state = RouterState(settings.server, settings.names[0])
         self._server = make_server(settings.server, create_router(self._state))
-        self._stopping, self._forced, self._renew = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._set_by = ""
+        self._signals, self._renew = StopSignals(self._server), asyncio.Event()
         self._has_joined = False
         self._work: Future[Any] | None = None
         # One thread for all of Ray's work, as Ray's processes end with the thread that started them.
@@ -113,10 +112,10 @@ class _Process:
 
     async def _serve(self) -> None:
         """Serve, and replace the replicas on request, until the process is stopped."""
-        while not self._stopping.is_set():
+        while not self._signals.stopping.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), _TICK)
-            if self._renew.is_set() and not self._stopping.is_set():
+                await asyncio.wait_for(self._signals.stopping.wait(), _TICK)
+            if self._renew.is_set() and not self._signals.stopping.is_set():
                 self._renew.clear()
                 await self._replace()
 
@@ -135,24 +134,22 @@ class _Process:
         seconds = self._config.shutdown_timeout
         logger.info(
             "%s: no new requests; %d requests get %g seconds to end; once more ends them now",
-            self._set_by, self._state.num_live, seconds,
+            self._signals.set_by, self._state.num_live, seconds,
         )  # fmt: skip
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._state.num_live and not self._forced.is_set():
+                while self._state.num_live and not self._signals.forced.is_set():
                     await asyncio.sleep(_TICK)
         if self._state.num_live:
             logger.warning("%d requests did not end in time and end with an error", self._state.num_live)
         self._state.ended.set()
-        return 1 if self._forced.is_set() else 0
+        return 1 if self._signals.forced.is_set() else 0
 
-    async def _wait_unless_stopped(self, work: Any) -> bool:
-        """Return whether the work was done before the process was stopped."""
-        task, deployment = asyncio.ensure_future(work), asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({task, deployment}, return_when=asyncio.FIRST_COMPLETED)
-        deployment.cancel()
-        if not task.done():
-            return False  # the thread runs on; its work ends with Ray
+    async def _wait_unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Return whether the work was done before the process was stopped; its thread runs on until Ray ends."""
+        task = asyncio.ensure_future(work)
+        if await self._signals.come_before(task):
+            return False
         task.result()
         return True
 
@@ -163,13 +160,6 @@ class _Process:
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
-            on_signal(loop, number, self._stop)
+            on_signal(loop, number, self._signals.stop)
         if hasattr(signal, "SIGUSR1"):
             loop.add_signal_handler(signal.SIGUSR1, self._renew.set)
-
-    def _stop(self, number: int) -> None:
-        if self._stopping.is_set():
-            self._forced.set()
-            self._server.force_exit = True
-        self._set_by = signal.Signals(number).name
-        self._stopping.set()
