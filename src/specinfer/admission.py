@@ -10,7 +10,7 @@ from specinfer.core.limits import QueueLimits
 from specinfer.core.request import Request
 from specinfer.core.text import counted
 from specinfer.generation import Generation
-from specinfer.inputs.job import Job
+from specinfer.inputs.jobs import Job
 from specinfer.quotas import Quotas
 
 

@@ -28,7 +28,7 @@ from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.generation import Generation
 from specinfer.inputs.arguments import Prompt, is_brief, one_params
-from specinfer.inputs.job import Job
+from specinfer.inputs.jobs import Job
 from specinfer.inputs.read_pool import ReadPools
 from specinfer.llm import LLM
 from specinfer.quotas import Quotas

@@ -7,7 +7,7 @@ from dataclasses import replace
 from specinfer.core.outputs import CompletionOutput, OutputCursor, RequestOutput, TextChunk
 from specinfer.core.request import Request
 from specinfer.core.sampling import RequestOutputKind
-from specinfer.inputs.job import Job
+from specinfer.inputs.jobs import Job
 
 
 class Generation:

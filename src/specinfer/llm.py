@@ -21,8 +21,7 @@ from specinfer.drafters import MergedDrafter
 from specinfer.engine_args import EngineArgs, LoadArgs, with_arguments_of
 from specinfer.inputs.arguments import Message, Prompt, as_list, lora_list, one_params, params_list
 from specinfer.inputs.chat.conversations import read_conversations
-from specinfer.inputs.job import Job
-from specinfer.inputs.job_reader import JobReader
+from specinfer.inputs.jobs import Job, JobReader
 from specinfer.inputs.prompts import PromptReader
 from specinfer.learning.adapt.adaptation import Adaptation
 from specinfer.metrics import EngineCounters, Metric

@@ -25,6 +25,7 @@ from specinfer.core.request import FinishReason
 from specinfer.core.text import TextBuffer
 from specinfer.demo.pair import demo_folders
 from specinfer.drafters.remote import request_proxy
+from specinfer.inputs.jobs import JobReader
 from specinfer.inputs.prompts import PromptReader
 from specinfer.model.definition import load_tokenizer
 from tiny import EOS, VOCAB, make_request, make_tokenizer, save_model
@@ -451,10 +452,10 @@ def test_an_output_whose_masks_take_too_long_ends_and_guesses_of_it_end_before()
 def test_outputs_of_one_request_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     make = Mock(side_effect=matcher.make_matcher)
     monkeypatch.setattr(compiler, "make_matcher", make)
-    reader = PromptReader(TOKENIZER, PADDED, 64, (EOS,))
+    jobs = JobReader(PromptReader(TOKENIZER, PADDED, 64, (EOS,)), None, None, 0)
     params = SamplingParams(n=8, structured_outputs=StructuredOutputsParams(regex="a|the"))
     for _ in range(2):
-        requests = reader.job("a", "a", params, 0).requests
+        requests = jobs.read("a", "a", params, 0).requests
         assert all(request.grammar is not None and THE in _legal(request.grammar) for request in requests)
     assert make.call_count == 3, "once for all requests, and once for each"
 

@@ -289,7 +289,7 @@ def _fits(reader: PromptReader, asked: StructuredOutputsParams, text: str) -> bo
     """Return whether a text is a response; None if it is the beginning of one."""
     grammar = reader.grammar(SamplingParams(structured_outputs=asked))
     assert grammar is not None
-    tokenizer = reader._tokenizer
+    tokenizer = reader.tokenizer
     for token in tokenizer.encode(text, add_special_tokens=False):
         if not grammar.mask(())[token]:
             return False
@@ -369,7 +369,7 @@ def test_a_template_may_take_arguments_as_text() -> None:
     assert reader.call_format == replace(CALL_FORMATS["deepseek_v3"], has_text_arguments=True)
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     ids = reader.read_chat([{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}], tools=None)
-    assert '{"a": 1}' in reader._tokenizer.decode(ids)
+    assert '{"a": 1}' in reader.tokenizer.decode(ids)
 
 
 def test_calls_that_a_template_leaves_out_are_written_into_the_content() -> None:
@@ -379,7 +379,7 @@ def test_calls_that_a_template_leaves_out_are_written_into_the_content() -> None
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "So.", "tool_calls": [call]}]
     ids = reader.read_chat(messages, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert 'So.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in reader._tokenizer.decode(
+    assert 'So.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in reader.tokenizer.decode(
         ids
     )
 

@@ -9,12 +9,14 @@ from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.thought import Reasoning
 from specinfer.inputs.arguments import as_list
+from specinfer.inputs.jobs import JobReader
 from specinfer.inputs.prompts import PromptReader
 from tiny import EOS, VOCAB, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 READER = PromptReader(TOKENIZER, VOCAB, 64, [EOS])
 BARE = PromptReader(None, VOCAB, 64, [EOS])
+JOBS, BARE_JOBS = (JobReader(reader, None, None, 0) for reader in (READER, BARE))
 
 
 def _ids(text: str) -> tuple[int, ...]:
@@ -22,23 +24,23 @@ def _ids(text: str) -> tuple[int, ...]:
 
 
 def test_bad_words_are_read_with_and_without_a_space_before() -> None:
-    assert READER.bad_words_ids(SamplingParams()) == ()
-    assert READER.bad_words_ids(SamplingParams(bad_words=["the", " cat"])) == (
+    assert JOBS.bad_words_ids(SamplingParams()) == ()
+    assert JOBS.bad_words_ids(SamplingParams(bad_words=["the", " cat"])) == (
         *(_ids("the"), _ids(" the"), _ids("cat"), _ids(" cat")),
     )
     assert _ids(" the") != (*_ids(" "), *_ids("the")), "a token of its own"
-    assert READER.bad_words_ids(SamplingParams(bad_words=[" "])) == (_ids(" "),)
-    assert READER.bad_words_ids(SamplingParams(bad_words=["a", "a"])) == (_ids("a"), _ids(" a"))
+    assert JOBS.bad_words_ids(SamplingParams(bad_words=[" "])) == (_ids(" "),)
+    assert JOBS.bad_words_ids(SamplingParams(bad_words=["a", "a"])) == (_ids("a"), _ids(" a"))
 
 
 def test_a_prediction_is_text_or_tokens() -> None:
     def read(prediction: Any) -> tuple[int, ...]:
-        return READER.prediction_ids(SamplingParams(prediction=prediction))
+        return JOBS.prediction_ids(SamplingParams(prediction=prediction))
 
     assert read(None) == read("") == read([]) == ()
     assert read("the cat") == read(list(_ids("the cat"))) == _ids("the cat")
-    assert BARE.prediction_ids(SamplingParams(prediction="")) == ()
-    assert BARE.prediction_ids(SamplingParams(prediction=[3])) == (3,)
+    assert BARE_JOBS.prediction_ids(SamplingParams(prediction="")) == ()
+    assert BARE_JOBS.prediction_ids(SamplingParams(prediction=[3])) == (3,)
     assert len(read("a" * 64)) == len(read("a" * 10**6)) == 64
     for wrong in ([VOCAB], "\ud800"):
         with pytest.raises(RequestError, match="prediction: "):
@@ -47,29 +49,29 @@ def test_a_prediction_is_text_or_tokens() -> None:
 
 def test_a_cache_salt_is_text() -> None:
     for prompt in ("the", [3, 4], {"prompt": "the"}, {"prompt": "the", "cache_salt": None}):
-        assert READER.cache_salt(prompt) == ""
+        assert JOBS.cache_salt(prompt) == ""
     salted = {"prompt_token_ids": [3, 4], "cache_salt": "mine"}
-    assert READER.cache_salt(salted) == "mine"
+    assert JOBS.cache_salt(salted) == "mine"
     assert READER.read(salted, SamplingParams()) == [3, 4]
     for wrong in ("", 3, ["a"], "\0adapter-1"):
         with pytest.raises(RequestError, match="cache_salt: "):
-            READER.cache_salt({"prompt": "the", "cache_salt": wrong})
+            JOBS.cache_salt({"prompt": "the", "cache_salt": wrong})
 
 
 def test_a_prompt_may_say_what_thought_its_outputs_have() -> None:
     thought = Reasoning("<think>", "</think>", (5,), is_open=True)
     plain = SamplingParams()
-    (request,) = READER.job("a", {"prompt": "the", "reasoning": thought}, plain, 0).requests
+    (request,) = JOBS.read("a", {"prompt": "the", "reasoning": thought}, plain, 0).requests
     assert request.thought is not None
     assert request.thought.reasoning is thought
     for prompt in ("the", [3, 4], {"prompt": "the"}, {"prompt": "the", "reasoning": None}):
-        assert READER.job("a", prompt, plain, 0).requests[0].thought is None
-    for reader, prompt, message in (
-        (READER, {"prompt": "the", "reasoning": "deepseek_r1"}, "reasoning: give a Reasoning"),
-        (BARE, {"prompt_token_ids": [3], "reasoning": thought}, "reasoning: this model has no tokenizer"),
+        assert JOBS.read("a", prompt, plain, 0).requests[0].thought is None
+    for jobs, prompt, message in (
+        (JOBS, {"prompt": "the", "reasoning": "deepseek_r1"}, "reasoning: give a Reasoning"),
+        (BARE_JOBS, {"prompt_token_ids": [3], "reasoning": thought}, "reasoning: this model has no tokenizer"),
     ):
         with pytest.raises(RequestError, match=message):
-            reader.job("a", prompt, plain, 0)
+            jobs.read("a", prompt, plain, 0)
 
 
 def test_a_grammar_is_read_for_the_request_it_belongs_to() -> None:
@@ -86,8 +88,8 @@ def test_a_grammar_is_read_for_the_request_it_belongs_to() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "read"),
     [
-        ("bad_words", ["a"], BARE.bad_words_ids),
-        ("prediction", "a", BARE.prediction_ids),
+        ("bad_words", ["a"], BARE_JOBS.bad_words_ids),
+        ("prediction", "a", BARE_JOBS.prediction_ids),
         ("structured_outputs", {"regex": "a"}, BARE.grammar),
     ],
 )
@@ -99,7 +101,7 @@ def test_what_needs_a_tokenizer_is_refused_without_one(name: str, value: Any, re
 
 def test_bad_words_that_are_no_text_are_refused() -> None:
     with pytest.raises(RequestError, match="bad_words: the text is not valid Unicode"):
-        READER.bad_words_ids(SamplingParams(bad_words=["\ud800"]))
+        JOBS.bad_words_ids(SamplingParams(bad_words=["\ud800"]))
 
 
 @pytest.mark.parametrize("prompts", [b"def main", bytearray(b"x"), 3, None])

@@ -20,7 +20,7 @@ from specinfer.async_llm import AsyncLLM
 from specinfer.core.errors import ModelError
 from specinfer.core.limits import QueueLimits
 from specinfer.engine.engine import Engine
-from specinfer.inputs.job_reader import JobReader
+from specinfer.inputs.jobs import JobReader
 from specinfer.llm import LLM
 from specinfer.server import connection, process
 from specinfer.server.config import ServerConfig

@@ -1,26 +1,22 @@
-"""The conversion of prompts into requests, or a refusal that names the field."""
+"""Prompts and conversations read to token ids, or a refusal that names the field."""
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from specinfer.core.config import AUTO
 from specinfer.core.errors import RequestError, as_python
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.state import Grammar
-from specinfer.core.logprob import Logprob
-from specinfer.core.lora import Adapter
-from specinfer.core.request import Request
-from specinfer.core.sampling import MAX_SEED, SamplingParams
+from specinfer.core.sampling import SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.text import TextBuffer
 from specinfer.core.thought import Reasoning, Thought
-from specinfer.inputs.arguments import Message, Prompt, text_of
+from specinfer.inputs.arguments import Message, Prompt
 from specinfer.inputs.formats.calls import CallFormat
 from specinfer.inputs.formats.lark import SpecialToken
-from specinfer.inputs.formats.reasoning import ReasoningFormat, with_thought
-from specinfer.inputs.job import Job
+from specinfer.inputs.formats.reasoning import ReasoningFormat
 from specinfer.inputs.prompt_limits import PromptLimits
 from specinfer.inputs.text_reader import BoundedTextReader, LocalTextReader, TextReader
 
@@ -51,68 +47,22 @@ class PromptReader:
         reasoning_parser: str = AUTO,
         tool_call_parser: str = AUTO,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._eos_token_ids = tuple(eos_token_ids)
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = tuple(eos_token_ids)
         self.is_bounded = False
-        self._limits = PromptLimits(tokenizer, vocab_size, max_model_len, self._eos_token_ids)
+        self.limits = PromptLimits(tokenizer, vocab_size, max_model_len, self.eos_token_ids)
         self._local = LocalTextReader(tokenizer, max_model_len, (reasoning_parser, tool_call_parser))
         self._bounded = BoundedTextReader(self._local)
         self._compiler: GrammarCompiler | None = None
         self._lock = threading.Lock()  # of the compiler's creation
 
-    def job(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, seed: int, adapter: Adapter | None = None
-    ) -> Job:
-        """Return the requests for a prompt, each with its own seed.
-
-        Raises:
-            RequestError: The prompt, or the parameters with it, cannot be served.
-        """
-        ids, given = self.read(prompt, params), params
-        reasoning = self.reasoning(prompt, ids, params)
-        if reasoning is not None:
-            params = with_thought(params, reasoning, self.special_tokens)
-        try:
-            grammar = self.grammar(params)
-        except RequestError:
-            self.grammar(given)  # an error of this one has the names of the caller
-            raise
-        bad_words, prediction = self.bad_words_ids(params), self.prediction_ids(params)
-        salt = self.cache_salt(prompt) + ("" if adapter is None else f"\0{adapter.salt}")
-        prompt_logprobs: list[dict[int, Logprob] | None] = []  # computed once
-        thoughts: list[Thought | None] = [None] * params.n
-        if reasoning is not None:
-            decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
-            thoughts = [Thought(reasoning, decode, params.thinking_token_budget) for _ in thoughts]
-        requests = [
-            Request(
-                request_id=f"{request_id}.{i}",
-                prompt_ids=ids,
-                params=params,
-                seed=(seed + i) & MAX_SEED,
-                eos_token_ids=self._eos_token_ids,
-                max_model_len=self._max_model_len,
-                text=self.text_buffer(params, thought),
-                decode=self.decode_token,
-                grammar=None if grammar is None else grammar.copy(),
-                bad_words_ids=bad_words,
-                thought=thought,
-                prediction_ids=prediction,
-                adapter=adapter,
-                cache_salt=salt,
-                prompt_logprobs=prompt_logprobs,
-            )
-            for i, thought in enumerate(thoughts)
-        ]
-        return Job(request_id, text_of(prompt), requests)
-
     def read(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Return the prompt's token ids."""
         ids = self._tokens(prompt)
-        self._limits.check_prompt(ids)
-        self._limits.check_params(len(ids), params)
+        self.limits.check_prompt(ids)
+        self.limits.check_params(len(ids), params)
         return ids
 
     def read_chat(
@@ -189,71 +139,12 @@ class PromptReader:
         Raises:
             RequestError: There is no tokenizer, or the value is not valid text.
         """
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError("prompt: this model has no tokenizer; give token ids")
         if keeps is not None:
-            text = text[: self._limits.max_characters] if keeps == "start" else text[-self._limits.max_characters :]
-        self._limits.check_characters(len(text), "prompt")
+            text = text[: self.limits.max_characters] if keeps == "start" else text[-self.limits.max_characters :]
+        self.limits.check_characters(len(text), "prompt")
         return self.texts.encode(text, "prompt", add_special_tokens=add_special_tokens)
-
-    def cache_salt(self, prompt: Prompt) -> str:
-        """Return the text that separates this prompt's cached prefix from those of others, or "" for a shared one.
-
-        Raises:
-            RequestError: The salt is not text, is empty, or could be that of an adapter's requests.
-        """
-        if not isinstance(prompt, Mapping) or prompt.get("cache_salt") is None:
-            return ""
-        salt = prompt["cache_salt"]
-        if not isinstance(salt, str) or not salt:
-            raise RequestError(f"cache_salt: give text that is not empty, or leave it out, not {salt!r:.60}")
-        if "\0" in salt:  # what is cached with an adapter has a salt that ends with one and the adapter's
-            raise RequestError(f"cache_salt: may not contain the character U+0000, as in {salt!r:.60}")
-        return salt
-
-    def reasoning(self, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> Reasoning | None:
-        """Return the thought of the outputs of a prompt, or None if they have none.
-
-        A prompt that does not say so has one if its budget is limited and the model thinks.
-
-        Raises:
-            RequestError: The value is not a `Reasoning`, or there is no tokenizer.
-        """
-        if not (isinstance(prompt, Mapping) and "reasoning" in prompt):
-            return None if params.thinking_token_budget is None else self.reasoning_of(ids)
-        found = prompt["reasoning"]
-        if not isinstance(found, Reasoning | None):
-            raise RequestError(f"reasoning: give a Reasoning, or leave it out, not {found!r:.60}")
-        if found is not None and self._tokenizer is None:
-            raise RequestError("reasoning: this model has no tokenizer; leave it out")
-        return found
-
-    def bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each bad word, at the start of a text and after a space."""
-        if params.bad_words and self._tokenizer is None:
-            raise RequestError("bad_words: this model has no tokenizer; use logit_bias")
-        found: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words or ():
-            bare = word.lstrip(" ")
-            for text in (bare, " " + bare):
-                ids = self.texts.encode(text, "bad_words", add_special_tokens=False)
-                if ids and max(ids) < self._vocab_size:
-                    found[tuple(ids)] = None
-        return tuple(found)
-
-    def prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the tokens of the text that the output is likely to resemble, as many as an output can have."""
-        given = params.prediction
-        if given is None:
-            return ()
-        if isinstance(given, str):
-            if self._tokenizer is None and given:
-                raise RequestError("prediction: this model has no tokenizer; give token ids")
-            given = given[: self._limits.max_characters]
-            given = self.texts.encode(given, "prediction", add_special_tokens=False) if given else ()
-        if wrong := [i for i in given if i >= self._vocab_size]:
-            raise RequestError(f"prediction: token id {wrong[0]} is not in the vocabulary of {self._vocab_size} tokens")
-        return tuple(given[: self._max_model_len])
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the constraint on the output in its initial state; each of `n` outputs takes a copy.
@@ -265,12 +156,12 @@ class PromptReader:
         if asked is None:
             return None
         assert isinstance(asked, StructuredOutputsParams)
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError("structured_outputs: this model has no tokenizer; leave it out")
         with self._lock:
             if self._compiler is None:  # reading a large tokenizer takes about a second
                 self._compiler = GrammarCompiler(
-                    self._tokenizer, self._vocab_size, self._eos_token_ids, has_trials=self.is_bounded
+                    self.tokenizer, self.vocab_size, self.eos_token_ids, has_trials=self.is_bounded
                 )
         return self._compiler.compile(asked, ignore_eos=params.ignore_eos)
 
@@ -287,18 +178,11 @@ class PromptReader:
 
     def text_buffer(self, params: SamplingParams, thought: Thought | None = None) -> TextBuffer | None:
         """Return an empty text buffer for an output of this request, or None without a tokenizer."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return None
-        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         include_stop = params.include_stop_str_in_output
         return TextBuffer(decode, params.stop_strings, include_stop=include_stop, thought=thought)
-
-    @functools.cached_property
-    def decode_token(self) -> Callable[[int], str] | None:
-        """Function that returns the text of a token alone, or None without a tokenizer."""
-        if self._tokenizer is None:
-            return None
-        return functools.lru_cache(2**16)(lambda token: self._tokenizer.decode([token], skip_special_tokens=False))
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         given: Any = prompt
@@ -311,10 +195,7 @@ class PromptReader:
             if "prompt_token_ids" in prompt:
                 return self._ids(prompt["prompt_token_ids"])
         if isinstance(given, str):
-            if self._tokenizer is None:
-                raise RequestError("prompt: this model has no tokenizer; give token ids")
-            self._limits.check_characters(len(given), "prompt")
-            return self.texts.encode(given, "prompt")
+            return self.encode(given)
         return self._ids(given)
 
     def _ids(self, given: Any) -> list[int]:

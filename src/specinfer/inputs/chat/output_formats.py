@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from specinfer.core.config import AUTO, NONE
 from specinfer.core.thought import Reasoning
-from specinfer.inputs.formats.calls import CALL_FORMATS, FORMATS, HARMONY, LFM2, SYSTEM_PROMPT_FORMAT, CallFormat
+from specinfer.inputs.formats.calls import CALL_FORMATS, FORMATS, LFM2, SYSTEM_PROMPT_FORMAT, CallFormat
 from specinfer.inputs.formats.parser import OutputParser
 from specinfer.inputs.formats.reasoning import REASONING_FORMATS, ReasoningFormat, find_reasoning
 
@@ -145,9 +145,7 @@ def find_format(template: str | None, render: Render, given: CallFormat | None =
 def _format_of(text: str) -> CallFormat | None:
     """Return the format in which a rendered text has the call."""
     for call_format in FORMATS:
-        at = text.find(call_format.trigger)
-        if call_format is HARMONY:
-            at = text.find(" to=functions.") if "<|message|>" in text else -1
+        at = text.find(call_format.rendered_trigger or call_format.trigger)
         if at < 0:
             continue
         parser = OutputParser(replace(call_format, also=()), {_NAME: _SCHEMA})

@@ -88,6 +88,7 @@ class CallFormat:
         is_native: Whether the chat template itself writes tools and results.
         writes_calls: Whether it also writes earlier calls; if not, they are written into the content.
         has_channels: Whether every message of the answer has a channel, as gpt-oss writes them (`harmony.py`).
+        rendered_trigger: The text with which the template writes the beginning of a call, if it is not the trigger.
     """
 
     name: str
@@ -105,6 +106,7 @@ class CallFormat:
     is_native: bool = True
     writes_calls: bool = True
     has_channels: bool = False
+    rendered_trigger: str | None = None
 
     @property
     def trigger(self) -> str:
@@ -269,6 +271,7 @@ HARMONY = CallFormat(
     ("<|channel|>", "commentary to=functions.", Name(), " <|constrain|>", "json", "<|message|>", JsonArguments()),
     is_repeated=False,
     has_channels=True,
+    rendered_trigger=" to=functions.",
 )  # fmt: skip
 
 # Those with texts of their own come first; the others are told apart by reading a call.
