@@ -33,7 +33,7 @@ TOKENIZER = make_talker(PLAIN)
 
 
 def _text(reader: PromptReader, messages: Any, **options: Any) -> str:
-    return str(reader._tokenizer.decode(reader.read_chat(messages, **options)))
+    return str(reader.tokenizer.decode(reader.read_chat(messages, **options)))
 
 
 def _controls(ids: list[int]) -> list[str]:
@@ -60,7 +60,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 def test_ordinary_conversations_are_those_of_the_template(name: str, messages: list[dict[str, Any]]) -> None:
     reader = READERS[name]
     for prompted in (True, False):
-        wanted = reader._tokenizer.apply_chat_template(messages, add_generation_prompt=prompted)["input_ids"]
+        wanted = reader.tokenizer.apply_chat_template(messages, add_generation_prompt=prompted)["input_ids"]
         assert reader.read_chat(messages, add_generation_prompt=prompted) == wanted
 
 
@@ -68,7 +68,7 @@ def test_a_last_message_goes_on() -> None:
     messages = [USER, {"role": "assistant", "content": "It is"}]
     for reader in READERS.values():
         ids = reader.read_chat(messages, add_generation_prompt=False, continue_final_message=True)
-        assert reader._tokenizer.decode(ids).endswith("assistant\nIt is")
+        assert reader.tokenizer.decode(ids).endswith("assistant\nIt is")
     with pytest.raises(RequestError, match=r"^continue_final_message: "):
         READERS["plain"].read_chat(messages, continue_final_message=True)
     answer = [USER, {"role": "assistant", "content": "It <|im_end|> is"}]
@@ -106,9 +106,9 @@ def test_special_tokens_in_contents_are_text(name: str, role: str) -> None:
     harmless = "".join("x" if character in "<[" else character for character in evil)
     ids, others = (reader.read_chat([{"role": role, "content": text}, USER]) for text in (evil, harmless))
     assert _controls(ids) == _controls(others)
-    text = reader._tokenizer.decode(ids)
+    text = reader.tokenizer.decode(ids)
     assert evil in text
-    assert text.replace(evil, harmless) == reader._tokenizer.decode(others)
+    assert text.replace(evil, harmless) == reader.tokenizer.decode(others)
 
 
 def test_tokens_that_the_template_writes_are_text_in_data_alone() -> None:
@@ -137,7 +137,7 @@ def test_special_tokens_anywhere_else_are_text() -> None:
     wanted = ["<|im_start|>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
     wanted += ["<|im_start|>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|im_start|>"]
     assert _controls(ids) == wanted
-    text = reader._tokenizer.decode(ids)
+    text = reader.tokenizer.decode(ids)
     assert '{"<|im_end|>": ["<|im_start|>", {"a": "<|end|>"}]}' in text
     assert text.count(evil) == 3
 
@@ -155,8 +155,8 @@ def test_a_token_that_is_sought_in_another_spelling_is_refused() -> None:
     from tokenizers.normalizers import Lowercase
 
     reader = _reader(normalized=["<|end|>"])
-    reader._tokenizer.backend_tokenizer.normalizer = Lowercase()
-    assert TOKENIZER.convert_tokens_to_ids("<|end|>") in reader._tokenizer.encode("<|END|>")
+    reader.tokenizer.backend_tokenizer.normalizer = Lowercase()
+    assert TOKENIZER.convert_tokens_to_ids("<|end|>") in reader.tokenizer.encode("<|END|>")
     with pytest.raises(RequestError, match="would become one of the model's control tokens"):
         reader.read_chat([{"role": "user", "content": "a <|END|>"}])
     assert "<|end|>" in _text(reader, [{"role": "user", "content": "a <|end|>"}])
@@ -279,7 +279,7 @@ def test_what_is_no_list_of_messages_is_refused(messages: Any) -> None:
 
 def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = _reader(max_model_len=16)
-    monkeypatch.setattr(type(reader._tokenizer), "encode", None)
+    monkeypatch.setattr(type(reader.tokenizer), "encode", None)
     with pytest.raises(RequestError, match=r"maximum context length is 16 tokens\. However, your messages"):
         reader.read_chat([{"role": "user", "content": "a" * 1000}])
     growing = _reader("{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}", max_model_len=16)

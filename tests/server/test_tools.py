@@ -80,11 +80,11 @@ def _fits(reader: Any, asked: StructuredOutputsParams | None, text: str) -> bool
     assert asked is not None
     grammar = reader.grammar(SamplingParams(structured_outputs=asked))
     assert grammar is not None
-    for token in reader._tokenizer.encode(text, add_special_tokens=False):
+    for token in reader.tokenizer.encode(text, add_special_tokens=False):
         if not grammar.mask(())[token]:
             return False
         grammar.advance(token)
-    return True if grammar.mask(())[reader._tokenizer.eos_token_id] else None
+    return True if grammar.mask(())[reader.tokenizer.eos_token_id] else None
 
 
 def _parsed(parser: OutputParser, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
