@@ -19,9 +19,9 @@ from attacked_port import BODY, Port, read_all, request, statuses
 from specinfer import LLM
 from specinfer.core.systems import max_descriptors
 from specinfer.server import auth, chat, completions, operations, page, responses, tokens
-from specinfer.server.clients import most_connections, network_of
 from specinfer.server.config import ServerConfig
 from specinfer.server.connection import _ambiguity
+from specinfer.server.listening import most_connections, network_of
 
 LONG = BODY | {"max_tokens": 900, "ignore_eos": True}
 KEY = "a-key-of-its-own"
@@ -268,9 +268,9 @@ def test_a_request_being_served_does_not_make_room_for_idle_clients(port: Port) 
 def test_the_limit_on_connections_is_below_that_on_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = ServerConfig(max_connections=1024)
     assert most_connections(limits) == min(2048, max_descriptors() - 128)
-    monkeypatch.setattr("specinfer.server.clients.max_descriptors", lambda: 256)
+    monkeypatch.setattr("specinfer.server.listening.max_descriptors", lambda: 256)
     assert most_connections(limits) == 128
-    monkeypatch.setattr("specinfer.server.clients.max_descriptors", lambda: 64)
+    monkeypatch.setattr("specinfer.server.listening.max_descriptors", lambda: 64)
     assert most_connections(limits) == 16
 
 

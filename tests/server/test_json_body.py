@@ -14,7 +14,7 @@ from fastapi import Request
 from native_calls import longest_native_call
 from serving import serve
 from specinfer.llm import LLM
-from specinfer.server import json_body, limits
+from specinfer.server import json_body, middleware
 from specinfer.server.errors import ApiError
 from specinfer.server.json_body import outside_strings, read_body
 from specinfer.server.state import ServerState
@@ -58,7 +58,7 @@ def test_a_large_text_keeps_no_other_thread_waiting(text: str) -> None:
 def test_a_body_is_parsed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop would be busy for as long as the thread was that parsed it before."""
     bodies = []
-    monkeypatch.setattr(limits, "read_body", lambda body: bodies.append(body) or read_body(body))
+    monkeypatch.setattr(middleware, "read_body", lambda body: bodies.append(body) or read_body(body))
     monkeypatch.setattr(Request, "json", lambda _: pytest.fail("a body was parsed again"))
     asked: dict[str, dict[str, Any]] = {
         "/tokenize": {"prompt": "a"},

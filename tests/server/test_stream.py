@@ -17,11 +17,10 @@ from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.request import Fault
 from specinfer.engine.engine import Engine
 from specinfer.server import pending_response
-from specinfer.server.dialect import to_json
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import chunks_of, failure
 from specinfer.server.state import ServerState
-from specinfer.server.stream import EventStream, lines_of
+from specinfer.server.stream import EventStream, lines_of, to_json
 from tiny import make_request
 
 PATHS = {"/v1/completions": {"prompt": "the"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]}}

@@ -18,8 +18,8 @@ import httpx
 from specinfer import LLM, AsyncLLM, QueueLimits
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
-from specinfer.server.dialect import ANTHROPIC, OLLAMA, OPENAI, dialect_of
 from specinfer.server.state import ServerState
+from specinfer.server.stream import ANTHROPIC, OLLAMA, OPENAI, dialect_of
 
 T = TypeVar("T")
 CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"

@@ -50,7 +50,7 @@ class Port:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._process._stop, 15)
+        self._loop.call_soon_threadsafe(self._process.signals.stop, 15)
         self._thread.join(30)
         self._stack.close()
         assert not self._thread.is_alive()

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import specinfer
 from specinfer.core.text import counted
 from specinfer.server import (
-    adapters,
     anthropic,
     chat,
     completions,
@@ -31,13 +30,12 @@ from specinfer.server import (
 )
 from specinfer.server.auth import OPEN_PATHS, Guard, route_path
 from specinfer.server.errors import KNOWN, ApiError, ErrorResponse, as_api_error
-from specinfer.server.limits import Bodies, Heads, token_headers
-from specinfer.server.middleware import Refusals, ServingMiddleware, refusal
+from specinfer.server.middleware import Bodies, Heads, Refusals, ServingMiddleware, refusal, token_headers
 from specinfer.server.state import ServerState, Serving, state_of
 
 _MODULES = (
     *(chat, completions, responses, anthropic, ollama, ollama_models),
-    *(tokens, operations, adapters, page),
+    *(tokens, operations, page),
 )
 
 

@@ -11,12 +11,11 @@ from specinfer.core.errors import RequestError
 from specinfer.core.outputs import TextChunk
 from specinfer.server.blocks import Block, BlockEvent, Blocks
 from specinfer.server.call import Call
-from specinfer.server.choices import Choices
 from specinfer.server.conversations import read_conversation
 from specinfer.server.errors import ApiError
 from specinfer.server.json_body import ParsedRoute
 from specinfer.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from specinfer.server.pending_response import RESPONSES, PendingResponse, respond
+from specinfer.server.pending_response import RESPONSES, Choices, PendingResponse, respond
 from specinfer.server.protocol import ChatFields
 
 router = APIRouter(route_class=ParsedRoute)

@@ -22,10 +22,10 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specinfer.server.clients import Clients
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
-from specinfer.server.limits import head_too_large
+from specinfer.server.listening import Clients
+from specinfer.server.middleware import head_too_large
 from specinfer.server.stream import cancel
 
 _END_OF_HEAD = re.compile(rb"\n\r?\n")

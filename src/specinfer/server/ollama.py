@@ -13,8 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from specinfer.core.errors import RequestError, reworded
 from specinfer.server.call import Call
-from specinfer.server.completion_prompts import read_prompt
-from specinfer.server.completions import completion_params
+from specinfer.server.completions import completion_params, read_prompt
 from specinfer.server.conversations import ReadConversation, queue_conversation, read_conversation, read_newest
 from specinfer.server.errors import renamed, unsupported
 from specinfer.server.json_body import ParsedRoute

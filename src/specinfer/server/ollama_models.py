@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from specinfer.hub.files import read_object
 from specinfer.llm import LLM
 from specinfer.model.gguf.folder import weights_file
-from specinfer.server.completion_prompts import can_infill
+from specinfer.server.completions import can_infill
 from specinfer.server.errors import unsupported
 from specinfer.server.json_body import ParsedRoute
 from specinfer.server.ollama import served_name

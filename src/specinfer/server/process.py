@@ -133,25 +133,25 @@ class _Process:
         self._state = ServerState(None, service.config, service.names, service.model, *last)
         self._notify = notify if service.parent is None else service.parent.report
         self._server = make_server(service.config, create_app(self._state))
-        self._signals = StopSignals(self._server)
+        self.signals = StopSignals(self._server)
         self.leaves_thread = False  # a thread is still loading or computing in native code
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         if self._service.parent is not None:
-            self._service.parent.on_stop(lambda number: loop.call_soon_threadsafe(self._signals.stop, number))
+            self._service.parent.on_stop(lambda number: loop.call_soon_threadsafe(self.signals.stop, number))
         else:
             for number in stop_signals():
-                on_signal(loop, number, self._signals.stop)
+                on_signal(loop, number, self.signals.stop)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         if self._service.parent is not None:
             self._service.parent.report(ACCEPTING)
         logger.info("listening on %s; loading %s", address(self._service.config, self._listener), self._service.model)
         try:
             loading = _in_thread(self._service.load)
-            if await self._signals.come_before(loading, self._serving):
+            if await self.signals.come_before(loading, self._serving):
                 self.leaves_thread = True
-                logger.info("%s: the server ends before the model is loaded", self._signals.set_by)
+                logger.info("%s: the server ends before the model is loaded", self.signals.set_by)
                 return 0
             engine = AsyncLLM(loading.result(), self._service.limits)
             return await self._serve(engine)
@@ -160,7 +160,7 @@ class _Process:
             await self._serving
 
     async def _serve(self, engine: AsyncLLM) -> int:
-        observation, stopping = Observation(engine, self._state), self._signals.stopping
+        observation, stopping = Observation(engine, self._state), self.signals.stopping
         self._state.put_engine(engine)
         engine.start()
         gc.collect()
@@ -171,7 +171,7 @@ class _Process:
         try:
             async with observation:
                 while not (
-                    self._signals.stopping.is_set() or engine.has_failed or engine.is_hung or self._serving.done()
+                    self.signals.stopping.is_set() or engine.has_failed or engine.is_hung or self._serving.done()
                 ):
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(stopping.wait(), _TICK)
@@ -223,17 +223,17 @@ class _Process:
         seconds = self._service.config.shutdown_timeout
         logger.info(
             "%s: no new requests; %d outputs get %g seconds to end; once more ends them now",
-            self._signals.set_by, engine.num_live, seconds,
+            self.signals.set_by, engine.num_live, seconds,
         )  # fmt: skip
         ended = await self._until_forced(engine.drain(seconds))
         if not ended:
             logger.warning("%d outputs did not end in time and end with an error", engine.num_live)
-        await engine.shutdown(1.0 if self._signals.forced.is_set() else 10.0)
+        await engine.shutdown(1.0 if self.signals.forced.is_set() else 10.0)
         # A text may take longer to read, which is no failure.
-        return 0 if engine.has_stopped and not (self._signals.forced.is_set() or engine.has_failed) else 1
+        return 0 if engine.has_stopped and not (self.signals.forced.is_set() or engine.has_failed) else 1
 
     async def _until_forced(self, work: Coroutine[None, None, bool]) -> bool:
-        task, forced = asyncio.ensure_future(work), asyncio.create_task(self._signals.forced.wait())
+        task, forced = asyncio.ensure_future(work), asyncio.create_task(self.signals.forced.wait())
         await asyncio.wait({task, forced}, return_when=asyncio.FIRST_COMPLETED)
         for each in (task, forced):
             each.cancel()

@@ -16,9 +16,8 @@ from specinfer.server.conversations import ReadConversation, read_conversation
 from specinfer.server.errors import ApiError, renamed
 from specinfer.server.json_body import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, PendingResponse, respond
-from specinfer.server.responses_fields import ResponsesFields, read_input
+from specinfer.server.responses_fields import ResponsesFields, added_tools, flat_tools, read_input
 from specinfer.server.responses_items import ResponseItems
-from specinfer.server.responses_tools import added_tools, flat_tools
 from specinfer.server.stream import until_disconnect
 
 router = APIRouter(route_class=ParsedRoute)

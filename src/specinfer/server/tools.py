@@ -18,7 +18,7 @@ from specinfer.inputs.formats.call_grammar import CallGrammar
 from specinfer.inputs.formats.calls import SYSTEM_PROMPT_FORMAT, CallFormat
 from specinfer.inputs.formats.lark import SpecialToken
 from specinfer.inputs.formats.parser import OutputParser
-from specinfer.server.custom_tools import CustomInputs, Parser, function_of_custom
+from specinfer.server.blocks import CustomInputs, Parser, function_of_custom
 from specinfer.server.response_format import lenient, read_schema
 
 _MAX_CHARACTERS = 300_000  # limit on all tools together

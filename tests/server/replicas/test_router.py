@@ -20,9 +20,8 @@ from specinfer.server import logs
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
 from specinfer.server.replicas.engine import EngineReplica
-from specinfer.server.replicas.messages import pack_response
+from specinfer.server.replicas.messages import pack_response, prefix_digests
 from specinfer.server.replicas.metrics import merged
-from specinfer.server.replicas.prefixes import prefix_digests
 from specinfer.server.replicas.router import NoReplicaError, ReplicaLostError, RouterState, create_router
 from specinfer.server.replicas.settings import LoadPolicy, ReplicaSettings, Resources, Scaling, read_counts
 from specinfer.server.state import ServerState

@@ -33,7 +33,7 @@ from starlette.types import ASGIApp
 from specinfer.core.errors import ModelError
 from specinfer.server import logs
 from specinfer.server.replicas.engine import EngineReplica
-from specinfer.server.replicas.prefixes import may_ask
+from specinfer.server.replicas.messages import may_ask
 from specinfer.server.replicas.router import NoReplicaError, ReplicaLostError, RouterState, create_router
 from specinfer.server.replicas.settings import ReplicaDeployment, ReplicaSettings, Resources, Scaling
 

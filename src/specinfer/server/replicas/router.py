@@ -16,13 +16,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specinfer.server.app import checks
 from specinfer.server.auth import route_path
 from specinfer.server.config import ServerConfig
-from specinfer.server.dialect import code_of, dialect_of
 from specinfer.server.errors import ApiError
-from specinfer.server.replicas.messages import ResponseHead, pack_request, unpack_response
+from specinfer.server.replicas.messages import ResponseHead, pack_request, prefix_digests, unpack_response
 from specinfer.server.replicas.metrics import PORT, RouterMetrics, merged
-from specinfer.server.replicas.prefixes import prefix_digests
 from specinfer.server.state import loading, quotas_of, shutting_down
-from specinfer.server.stream import cancel, wait_for_disconnect
+from specinfer.server.stream import cancel, code_of, dialect_of, wait_for_disconnect
 
 logger = logging.getLogger(__name__)
 _ELSEWHERE = frozenset({"queue_full", "shutting_down", "loading", "engine_unavailable", "too_many_connections"})

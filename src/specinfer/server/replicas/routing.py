@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from specinfer.server.replicas import prefixes
+from specinfer.server.replicas import messages
 
 _MAX_KNOWN = 20_000  # prefixes
 
@@ -22,7 +22,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may be missing w
         """
         self._slack = slack
         self._readers: OrderedDict[str, ReplicaID] = OrderedDict()  # the replica that last read a prefix, by digest
-        prefixes.routers.add(self)
+        messages.routers.add(self)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
