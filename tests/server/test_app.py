@@ -473,25 +473,3 @@ def test_no_websocket_is_opened(llm: LLM) -> None:
         return sent
 
     assert [message["type"] for message in asyncio.run(run())] == ["websocket.close"]
-
-
-def test_a_client_that_leaves_within_its_body_is_not_answered(llm: LLM) -> None:
-    async def run() -> list[Any]:
-        app, sent = create_app(ServerState(AsyncLLM(llm), ServerConfig(), ("tiny",))), []
-        messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        async def receive() -> Any:
-            return messages.pop(0)
-
-        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        scope = {
-            "type": "http", "method": "POST", "path": "/tokenize", "raw_path": b"/tokenize", "headers": headers,
-            "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1",
-        }  # fmt: skip
-        await app(scope, receive, send)
-        return sent
-
-    assert asyncio.run(run()) == []

@@ -1,17 +1,14 @@
 """The official client against both endpoints: over a socket and within the process, whole, raw, streamed, parsed."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-import httpx2  # the client's own
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from serving import app_of, served_on_port
-from specinfer import LLM, AsyncLLM, SamplingParams
+from serving import served_on_port
+from specinfer import LLM
 
 PROMPT = "def add(a, b):"
 MESSAGES: list[Any] = [{"role": "user", "content": "say it"}]
@@ -47,20 +44,6 @@ def llm() -> LLM:
 def client(llm: LLM) -> Iterator[openai.OpenAI]:
     with served_on_port(llm) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-@asynccontextmanager
-async def async_client(llm: LLM) -> AsyncIterator[openai.AsyncOpenAI]:
-    llm.engine.observers.clear()
-    async with AsyncLLM(llm) as engine:
-        transport = httpx2.ASGITransport(app=app_of(engine))
-        async with openai.AsyncOpenAI(
-            base_url="http://127.0.0.1/v1",
-            api_key="none",
-            max_retries=0,
-            http_client=httpx2.AsyncClient(transport=transport),
-        ) as client:
-            yield client
 
 
 def test_completions(client: openai.OpenAI) -> None:
@@ -192,37 +175,3 @@ def test_refusals_are_the_clients_exceptions(
     assert isinstance(refused.value, kind)  # type: ignore[arg-type]  # they are classes
     assert refused.value.code == code
     assert refused.value.request_id
-
-
-def test_a_stream_can_be_left(llm: LLM, client: openai.OpenAI) -> None:
-    stream = client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    stream.close()
-    for _ in range(100):
-        if not llm.engine.has_work:
-            break
-        asyncio.run(asyncio.sleep(0.01))
-    assert not llm.engine.has_work
-
-
-def test_the_asynchronous_client(llm: LLM, client: openai.OpenAI) -> None:
-    said = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=10, seed=8).choices[0].text
-
-    async def run() -> None:
-        other = LLM("demo")
-        expected = other.generate(PROMPT, SamplingParams(seed=8, max_tokens=10))[0].outputs[0].text
-        assert expected == said
-        async with async_client(other) as asynchronous:
-            asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 10, "seed": 8}
-            answers = await asyncio.gather(*(asynchronous.completions.create(**asked) for _ in range(8)))
-            assert {answer.choices[0].text for answer in answers} == {said}
-            text = ""
-            async for event in await asynchronous.completions.create(**asked, stream=True):
-                text += event.choices[0].text
-            assert text == said
-            with pytest.raises(openai.BadRequestError):
-                await asynchronous.chat.completions.create(model="tiny", messages=[])
-
-    asyncio.run(run())

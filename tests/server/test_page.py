@@ -12,10 +12,6 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from browser import Browser
-from page_api import NEEDS_CHROMIUM, ask_tiny
-from serving import served_on_port
-from specinfer import LLM
 from specinfer.server import page
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig
@@ -140,12 +136,3 @@ def test_every_field_has_a_name() -> None:
         before = markup[: markup.index(field)]
         is_inside = before.rfind("<label") > before.rfind("</label>")
         assert is_inside or "aria-label=" in field or (name and f'for="{name[1]}"' in markup), field
-
-
-@NEEDS_CHROMIUM
-def test_the_page_of_a_server_generates_an_answer(chromium: Browser, model_folder: Callable[..., Path]) -> None:
-    llm = LLM(model_folder("llama", tokenizer=True), drafters=["ngram"], tree="1,1")
-    with served_on_port(llm) as url:
-        ask_tiny(chromium, url)
-        assert chromium.run("document.querySelectorAll('.passes g').length") > 0
-        assert chromium.complaints == []

@@ -63,14 +63,3 @@ def test_a_budget_a_format_and_stop_strings(llm: LLM) -> None:
     assert messages[3][0] == THOUGHT[: len(messages[3][0])] != THOUGHT
     assert messages[4][0] is None
     assert choices[1]["stop_reason"] == "8"
-
-
-@pytest.mark.parametrize("budget", [-2, "a"])
-def test_a_budget_is_a_number_of_tokens(llm: LLM, budget: Any) -> None:
-    async def ask() -> Any:
-        async with served(llm) as (client, _):
-            return await client.post("/v1/chat/completions", json=USER | {"thinking_token_budget": budget})
-
-    answer = asyncio.run(ask())
-    assert answer.status_code == 400
-    assert "thinking_token_budget" in answer.json()["error"]["message"]

@@ -9,8 +9,6 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from scripted_target import scripted
 from serving import app_of, served
@@ -22,9 +20,6 @@ from specinfer.inputs.formats.calls import (
     HERMES,
     LLAMA,
     MISTRAL,
-    MISTRAL_BARE,
-    SYSTEM_PROMPT_FORMAT,
-    CallFormat,
 )
 from specinfer.inputs.formats.parser import OutputParser
 from specinfer.inputs.formats.writing import written_calls
@@ -108,44 +103,7 @@ def _parsed(parser: OutputParser, *pieces: str) -> tuple[str, list[tuple[str, st
 # ------------------------------------------------------------------------------------------ formats
 
 
-def test_the_format_is_found_in_the_template() -> None:
-    found = {kind: _reader(kind).call_format for kind in TEMPLATES}
-    assert found == {
-        "plain": SYSTEM_PROMPT_FORMAT,
-        "hermes": HERMES,
-        "llama": LLAMA,
-        "mistral": MISTRAL,
-        "bare": MISTRAL_BARE,
-    }
-
-
 # ------------------------------------------------------------------------------------------- parser
-
-
-@pytest.mark.parametrize(("style", "kind"), [(HERMES, "hermes"), (MISTRAL, "mistral"), (MISTRAL_BARE, "bare")])
-@pytest.mark.parametrize("text", ["", "I look. "])
-def test_calls_are_read_whatever_the_pieces(style: CallFormat, kind: str, text: str) -> None:
-    said = f"{text}\n{TWO[kind]}\n"
-    wanted = text.strip(), [("weather", '{"city": "Rome"}'), ("time", "{}")]
-    for size in (*range(1, 9), len(said)):
-        pieces = [said[i : i + size] for i in range(0, len(said), size)]
-        assert _parsed(OutputParser(style), *pieces) == wanted
-
-
-@given(st.text('<tol_ca>/[{}]" \n\\:,nameArgumts', max_size=60), st.lists(st.integers(1, 7), min_size=1))
-def test_what_is_no_call_comes_out_as_it_is(text: str, sizes: list[int]) -> None:
-    for style in (HERMES, LLAMA, MISTRAL, MISTRAL_BARE, None):
-        whole, parser = OutputParser(style), OutputParser(style)
-        pieces, at, i = [], 0, 0
-        while at < len(text):
-            pieces.append(text[at : at + sizes[i % len(sizes)]])
-            at, i = at + len(pieces[-1]), i + 1
-        wanted = _parsed(whole, text)
-        assert _parsed(parser, *pieces) == wanted
-        if style is None:
-            assert wanted == (text, [])
-        begins = style is not None and style.trigger in text
-        assert begins or wanted == (text, [])
 
 
 def test_llama_calls_only_at_the_start() -> None:
@@ -169,16 +127,6 @@ def test_arguments_are_streamed_as_generated_and_may_contain_anything() -> None:
     assert max(len(delta.arguments) for delta in deltas) == 1, "nothing is held back"
     assert "".join(delta.arguments for delta in deltas) == arguments
     assert parser.finish() == []
-
-
-@pytest.mark.parametrize("end", range(1, len(CALL["hermes"])))
-def test_a_call_that_was_cut_leaks_no_markup(end: int) -> None:
-    parser = OutputParser(HERMES)
-    content, calls = _parsed(parser, "So.\n", CALL["hermes"][:end])
-    # Before its last character "<tool_call>" is text like any other.
-    assert content.strip() == ("So." if end >= len("<tool_call>") else "So.\n" + CALL["hermes"][:end])
-    assert parser.has_calls == bool(calls)
-    assert all('{"city": "Rome"}'.startswith(arguments) for _, arguments in calls)
 
 
 @pytest.mark.parametrize(
