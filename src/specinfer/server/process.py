@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from specinfer.server.connection import make_server
 from specinfer.server.listening import address, listening
 from specinfer.server.observation import Observation
 from specinfer.server.state import ServerState
-from specinfer.server.stream import cancel
+from specinfer.server.stream import cancel, run_until
 from specinfer.server.supervisor import ACCEPTING, ParentProcess, notify, watchdog_seconds
 
 logger = logging.getLogger(__name__)
@@ -225,19 +225,12 @@ class _Process:
             "%s: no new requests; %d outputs get %g seconds to end; once more ends them now",
             self.signals.set_by, engine.num_live, seconds,
         )  # fmt: skip
-        ended = await self._until_forced(engine.drain(seconds))
-        if not ended:
+        is_done, has_drained = await run_until(self.signals.forced.wait(), engine.drain(seconds))
+        if not (is_done and has_drained):
             logger.warning("%d outputs did not end in time and end with an error", engine.num_live)
         await engine.shutdown(1.0 if self.signals.forced.is_set() else 10.0)
         # A text may take longer to read, which is no failure.
         return 0 if engine.has_stopped and not (self.signals.forced.is_set() or engine.has_failed) else 1
-
-    async def _until_forced(self, work: Coroutine[None, None, bool]) -> bool:
-        task, forced = asyncio.ensure_future(work), asyncio.create_task(self.signals.forced.wait())
-        await asyncio.wait({task, forced}, return_when=asyncio.FIRST_COMPLETED)
-        for each in (task, forced):
-            each.cancel()
-        return task.done() and not task.cancelled() and task.result()
 
 
 def _in_thread(load: Callable[[], LLM]) -> "asyncio.Future[LLM]":

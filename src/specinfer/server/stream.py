@@ -5,11 +5,12 @@ disconnected is ended at once. ASGI reports that as the next message after the b
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -138,16 +139,10 @@ class EventStream(Response):
         del self.headers["content-length"]  # set by the empty body above
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
-        going = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
-            await asyncio.wait((sending, going), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-        except OSError:
-            pass  # the client has gone
+            with contextlib.suppress(OSError):  # the client has gone
+                await run_until(wait_for_disconnect(receive), self._send(send))
         finally:
-            await cancel(sending, going)
             await self._events.aclose()
             self._close()
 
@@ -185,21 +180,26 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
+async def run_until(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> tuple[bool, T | None]:
+    """Return whether the work is done, and its result; it is cancelled if the end comes first."""
+    working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
+    try:
+        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+        return (True, working.result()) if working.done() else (False, None)
+    finally:
+        await cancel(working, ending)
+
+
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of the work, which is cancelled if the client disconnects first.
 
     Raises:
         ApiError: The client has disconnected; nobody will read the response.
     """
-    working = asyncio.ensure_future(work)
-    going = asyncio.ensure_future(wait_for_disconnect(request.receive))
-    try:
-        await asyncio.wait((working, going), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ApiError("client_closed_request", "the client closed the connection")
-        return working.result()
-    finally:
-        await cancel(working, going)
+    is_done, result = await run_until(wait_for_disconnect(request.receive), work)
+    if not is_done:
+        raise ApiError("client_closed_request", "the client closed the connection")
+    return cast("T", result)
 
 
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:

@@ -5,6 +5,7 @@ begun cannot be moved: it ends with an error that its reader sees.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -20,7 +21,7 @@ from specinfer.server.errors import ApiError
 from specinfer.server.replicas.messages import ResponseHead, pack_request, prefix_digests, unpack_response
 from specinfer.server.replicas.metrics import PORT, RouterMetrics, merged
 from specinfer.server.state import loading, quotas_of, shutting_down
-from specinfer.server.stream import cancel, code_of, dialect_of, wait_for_disconnect
+from specinfer.server.stream import code_of, dialect_of, run_until, wait_for_disconnect
 
 logger = logging.getLogger(__name__)
 _ELSEWHERE = frozenset({"queue_full", "shutting_down", "loading", "engine_unavailable", "too_many_connections"})
@@ -149,18 +150,13 @@ class Router:
         state, body = self._state, await _read(receive)
         if body is None:
             return  # the client is gone
-        passing = asyncio.ensure_future(_Passing(state, scope, body, send).run())
-        going = asyncio.ensure_future(wait_for_disconnect(receive))
+        passing = _Passing(state, scope, body, send)
         state.num_live += 1
         try:
-            await asyncio.wait((passing, going), return_when=asyncio.FIRST_COMPLETED)
-            if passing.done():
-                passing.result()
-        except OSError:
-            pass  # the client has gone
+            with contextlib.suppress(OSError):  # the client has gone
+                await run_until(wait_for_disconnect(receive), passing.run())
         finally:
             state.num_live -= 1
-            await cancel(passing, going)
 
     async def _health(self) -> Response:
         await self._state.check_health()
@@ -201,16 +197,9 @@ class _Passing:
         Raises:
             ApiError: No replica answers.
         """
-        passing = asyncio.ensure_future(self._ask())
-        ended = asyncio.ensure_future(self._state.ended.wait())
-        try:
-            await asyncio.wait((passing, ended), return_when=asyncio.FIRST_COMPLETED)
-            if passing.done():
-                return passing.result()
-            await cancel(passing)
+        is_done, _ = await run_until(self._state.ended.wait(), self._ask())
+        if not is_done:
             await self._tell(lost("the server is shutting down"))
-        finally:
-            await cancel(passing, ended)
 
     async def _ask(self) -> None:
         avoid: list[str] = []
