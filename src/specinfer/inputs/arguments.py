@@ -80,7 +80,7 @@ def params_list(given: Any, count: int) -> list[SamplingParams]:
 def lora_list(given: Any, count: int) -> list[LoRARequest | None]:
     """Return the adapter of each of `count` prompts, or None for the model alone."""
     adapters = given if isinstance(given, (list, tuple)) else [given] * count
-    if not all(one is None or isinstance(one, LoRARequest) for one in adapters):
+    if not all(adapter is None or isinstance(adapter, LoRARequest) for adapter in adapters):
         raise ValueError(
             f"lora_request: give a LoRARequest, or a list with one or None for each prompt, not {given!r:.80}"
         )

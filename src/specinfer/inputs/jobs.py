@@ -41,7 +41,7 @@ def _parsed(output: CompletionOutput, request: Request) -> CompletionOutput:
         return output
     parser = OutputParser(reasoning=request.thought.reasoning)
     deltas = [*parser.push(output.text), *parser.finish()]
-    reasoning, content = ("".join(getattr(one, name) for one in deltas) for name in ("reasoning", "content"))
+    reasoning, content = ("".join(getattr(delta, name) for delta in deltas) for name in ("reasoning", "content"))
     return replace(output, reasoning=reasoning or None, content=content)
 
 

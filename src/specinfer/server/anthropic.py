@@ -104,7 +104,7 @@ async def create_message(fields: MessagesFields, request: Request) -> Response:
     """Answer a conversation in Anthropic's format."""
     chat, conversation = _as_chat(fields, request)
     headers = chat.check()
-    call = Call.of(request, chat)
+    call = Call.from_request(request, chat)
     return await respond(request, _begin(call, chat, conversation, fields), headers | {"request-id": call.name})
 
 
@@ -113,7 +113,7 @@ async def count_tokens(fields: CountFields, request: Request) -> dict[str, int]:
     """Count the prompt tokens of a conversation."""
     chat, conversation = _as_chat(fields, request)
     chat.check()
-    call = Call.of(request, chat)
+    call = Call.from_request(request, chat)
     try:
         read = await until_disconnect(request, call.read(lambda: read_conversation(call.state.engine.llm, chat)))
     except RequestError as error:
@@ -192,7 +192,7 @@ _PRIVATE = "x-anthropic-billing-header"  # begins a system block that differs in
 
 def add_messages(conversation: Conversation, system: Any, messages: list[dict[str, Any]]) -> None:
     """Add a system text and messages to a conversation; runs in the event loop."""
-    num_blocks = sum(len(content) for one in messages if isinstance(content := one.get("content"), list))
+    num_blocks = sum(len(content) for message in messages if isinstance(content := message.get("content"), list))
     if num_blocks > _MAX_BLOCKS:
         raise RequestError(f"messages: {num_blocks} blocks of content are too many; send at most {_MAX_BLOCKS}")
     if isinstance(system, list):

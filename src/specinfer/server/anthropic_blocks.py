@@ -29,7 +29,7 @@ class MessageBlocks:
         head: The fields that are known from the start.
         max_tokens: The limit that the request asked for; 0 for an answer without content.
         thinks: Whether a thought is likely to come first.
-        omits_thoughts: Whether thoughts are left out; their signature has them for when it is sent back.
+        omits_thoughts: Whether thoughts are omitted; their signature has them for when it is sent back.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class Call:
     adapter: LoRARequest | None = None
 
     @classmethod
-    def of(cls, request: Request, fields: SharedFields) -> "Call":
+    def from_request(cls, request: Request, fields: SharedFields) -> "Call":
         """Check everything that does not depend on the prompt."""
         state = state_of(request)
         state.check_model(fields.model)

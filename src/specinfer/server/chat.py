@@ -26,7 +26,7 @@ async def create_chat_completion(fields: ChatFields, request: Request) -> Respon
     """Answer a conversation."""
     headers = fields.check()
     _check(fields)
-    return await respond(request, _begin(Call.of(request, fields), fields), headers)
+    return await respond(request, _begin(Call.from_request(request, fields), fields), headers)
 
 
 def _check(fields: ChatFields) -> None:
@@ -50,7 +50,7 @@ async def _begin(call: Call, fields: ChatFields) -> PendingResponse:
     read = await call.read(lambda: read_conversation(engine.llm, fields))
     texts = None
     if read.params.logprobs is not None or fields.prompt_logprobs is not None or fields.trace:
-        texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
+        texts = await TokenTexts.from_engine(engine, as_ids=bool(fields.return_tokens_as_token_ids))
     generations = await call.submit([(read.ids, read.params)], read.plan.reasoning)
     outputs = [
         _Output(i, fields, read.blocks(separates_thoughts=fields.separates_thoughts), read.plan.custom, texts)

@@ -78,8 +78,8 @@ def read_prompt(llm: LLM, prompt: str | list[int], fields: CompletionFields, par
         ids = llm.reader.encode(text, add_special_tokens=special, keeps=keeps)
     else:
         ids = list(prompt)  # type: ignore[arg-type]  # not text, so ids
-    kept = truncated(ids, fields, llm.max_model_len, params.max_tokens)
-    ids, text = kept, text if len(kept) == len(ids) else None
+    num_given, ids = len(ids), truncated(ids, fields, llm.max_model_len, params.max_tokens)
+    text = text if len(ids) == num_given else None
     llm.reader.read(ids, params)
     return ReadPrompt(ids, params, _echo(llm, text, ids, params) if fields.echo else None)
 
@@ -156,7 +156,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 async def create_completion(fields: CompletionFields, request: Request) -> Response:
     """Complete one or several prompts."""
     headers = fields.check()
-    return await respond(request, _begin(Call.of(request, fields), fields), headers)
+    return await respond(request, _begin(Call.from_request(request, fields), fields), headers)
 
 
 async def _begin(call: Call, fields: CompletionFields) -> PendingResponse:
@@ -178,7 +178,7 @@ async def _begin(call: Call, fields: CompletionFields) -> PendingResponse:
     prompts = [first, *others]
     texts = None
     if params.logprobs is not None or params.prompt_logprobs is not None or fields.trace:
-        texts = await TokenTexts.of(engine, as_ids=bool(fields.return_tokens_as_token_ids))
+        texts = await TokenTexts.from_engine(engine, as_ids=bool(fields.return_tokens_as_token_ids))
     generations = await call.submit([(prompt.ids, prompt.params) for prompt in prompts])
     numbers = itertools.count()
     outputs = [

@@ -36,9 +36,9 @@ async def finish_all(generations: Sequence[Generation]) -> list[list[TextChunk]]
                 _check(generation, chunk)
                 for step in chunk.steps:  # those of several steps come together if this task was late
                     num_nodes += 1 + len(step.nodes)
-                    if num_nodes <= _MAX_TRACED_NODES:  # later steps are left out; a stream has them all
+                    if num_nodes <= _MAX_TRACED_NODES:  # a stream has later steps, too
                         steps[chunk.index].append(step)
-            found.append([_as_chunk(one, steps[one.index]) for one in generation.output().outputs])
+            found.append([_as_chunk(output, steps[output.index]) for output in generation.output().outputs])
     finally:
         close_all(generations)
     return found

@@ -21,7 +21,7 @@ from specinfer.server.config import ServerConfig
 
 _SPARE = 2  # connections per request that may be served at once
 _MOMENT = 0.25  # seconds
-_OWN_DESCRIPTORS = 128  # kept for files, pipes and sockets of the server itself
+_OWN_DESCRIPTORS = 128  # for files, pipes and sockets of the server itself
 
 
 class Waiting(Protocol):
@@ -70,7 +70,7 @@ class Clients:
         self._sweep()
         if len(self._clients) < most_connections(self._config):
             return 0.0
-        longest = min(one.waiting_since or math.inf for one in self._clients.values())
+        longest = min(client.waiting_since or math.inf for client in self._clients.values())
         return min(max(longest + _MOMENT - time.monotonic(), 0.0), _MOMENT)
 
     def add(self, client: socket.socket, address: Any) -> None:
@@ -78,7 +78,7 @@ class Clients:
         self._sweep()
         added = _Client(client, network_of(address), time.monotonic())
         self._clients[client.fileno()] = added
-        rivals = [one for one in self._clients.values() if one.network == added.network]
+        rivals = [client for client in self._clients.values() if client.network == added.network]
         if added.network and len(rivals) > self._most_of_one:
             self._close_one(rivals, added)
         elif len(self._clients) > most_connections(self._config):

@@ -24,7 +24,7 @@ class TokenTexts:
         self._token_text, self._as_ids = token_text, as_ids or token_text is None
 
     @classmethod
-    async def of(cls, engine: AsyncLLM, *, as_ids: bool = False) -> "TokenTexts":
+    async def from_engine(cls, engine: AsyncLLM, *, as_ids: bool = False) -> "TokenTexts":
         """Return the texts, which are read once per model: for a large vocabulary that takes about a second."""
         if engine.llm not in _TOKEN_TEXT:
             _TOKEN_TEXT[engine.llm] = await engine.read(lambda: _read(engine.llm))

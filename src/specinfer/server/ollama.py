@@ -171,7 +171,7 @@ async def chat(fields: OllamaChatFields, request: Request) -> Response:
 async def _answer(request: Request, fields: OllamaFields, asked: ChatFields | CompletionFields, kind: str) -> Response:
     check_single(asked, {})
     headers = asked.check()
-    return await respond(request, _begin(Call.of(request, asked), fields, asked, kind), headers)
+    return await respond(request, _begin(Call.from_request(request, asked), fields, asked, kind), headers)
 
 
 async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | CompletionFields, kind: str) -> PendingResponse:
@@ -186,7 +186,7 @@ async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | Completio
         return ReadConversation(prompt.ids, prompt.params, ToolPlan())
 
     found, generation = await queue_conversation(call, read, lambda error: reworded(error, renamed(str(error), _NAMES)))
-    texts = await TokenTexts.of(engine) if fields.logprobs else None
+    texts = await TokenTexts.from_engine(engine) if fields.logprobs else None
     pieces = Pieces(fields.model or call.model, kind, generation, found.blocks(), texts, fields.top_logprobs or 0)
     return PendingResponse(asked, [generation], pieces, found.ignored, _NAMES)
 

@@ -50,7 +50,7 @@ async def health(request: Request) -> JSONResponse:
     """Report whether the engine works, also during shutdown, and the compute path of each model."""
     engine = state_of(request).engine
     await engine.check_health()
-    target, *drafters = engine.llm.compute_paths.values()  # model names are left out, as this needs no key
+    target, *drafters = engine.llm.compute_paths.values()  # without the names of models, as this needs no key
     return JSONResponse(
         {
             "status": "ok",

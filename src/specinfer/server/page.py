@@ -37,7 +37,7 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-    "Cache-Control": "no-cache",  # kept but revalidated: the files change with the package
+    "Cache-Control": "no-cache",  # stored but revalidated: the files change with the package
 }
 
 

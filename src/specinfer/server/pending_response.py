@@ -231,7 +231,9 @@ class Choices:
     @property
     def _is_read(self) -> bool:
         """True if all prompts are computed."""
-        return all(one.num_prompt_computed == len(one.requests[0].prompt_ids) for one in self._generations)
+        return all(
+            generation.num_prompt_computed == len(generation.requests[0].prompt_ids) for generation in self._generations
+        )
 
     def _progress(self) -> list[Event]:
         """Return an event that reports how far the prompts are read, as llama.cpp's server does; none afterwards."""
@@ -239,10 +241,10 @@ class Choices:
             return []
         self._is_reading = not self._is_read
         firsts, now = [generation.requests[0] for generation in self._generations], time.time()
-        started = min(now if one.scheduled_time is None else one.scheduled_time for one in firsts)
+        started = min(now if first.scheduled_time is None else first.scheduled_time for first in firsts)
         progress = {
-            "total": sum(len(one.prompt_ids) for one in firsts),
-            "cache": sum(one.num_cached for one in firsts),
+            "total": sum(len(first.prompt_ids) for first in firsts),
+            "cache": sum(first.num_cached for first in firsts),
             "processed": sum(generation.num_prompt_computed for generation in self._generations),
             "time_ms": round(1000 * (now - started)),
         }

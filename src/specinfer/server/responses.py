@@ -33,14 +33,14 @@ _NAMES = {
 async def create_response(fields: ResponsesFields, request: Request) -> Response:
     """Answer an input. Nothing is stored: to continue, the client sends the whole conversation again."""
     headers = fields.check()
-    return await respond(request, _begin(Call.of(request, fields), fields), headers)
+    return await respond(request, _begin(Call.from_request(request, fields), fields), headers)
 
 
 @router.post("/v1/responses/input_tokens")
 async def count_tokens(fields: ResponsesFields, request: Request) -> dict[str, Any]:
     """Count the tokens of an input."""
     fields.check()
-    read, _ = await until_disconnect(request, _read(Call.of(request, fields), fields))
+    read, _ = await until_disconnect(request, _read(Call.from_request(request, fields), fields))
     return {"object": "response.input_tokens", "input_tokens": len(read.ids)}
 
 

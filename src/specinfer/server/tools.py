@@ -78,7 +78,7 @@ def plan_tools(
 ) -> ToolPlan:
     """Plan how to serve a request's tools, which are in the format of chat completions or of responses.
 
-    Tools of other kinds than functions and custom tools are left out; `ignored_tools` names them.
+    Tools of other kinds than functions and custom tools are ignored; `ignored_tools` names them.
 
     Args:
         call_format: The model's `PromptReader.call_format`.
@@ -106,7 +106,7 @@ def plan_tools(
 
 
 def ignored_tools(tools: Sequence[Any] | None, tool_choice: Any = None) -> list[str]:
-    """Return the names, for the header of ignored fields, of tools that are left out and of a choice that needs one."""
+    """Return the names, for the header of ignored fields, of tools that are ignored and of a choice that needs one."""
     kinds = [_kind_of(tool) for tool in tools or () if isinstance(tool, dict)]
     names = [f"tools.{kind}" for kind in kinds if isinstance(kind, str) and kind not in _KINDS]
     if _is_ignored(tool_choice) or (kinds and len(names) == len(kinds) and tool_choice not in _FREE_CHOICES):
@@ -121,7 +121,7 @@ def tools_of_functions(functions: Sequence[Any] | None, function_call: Any) -> t
         choice = {"type": "function", "function": function_call}
     elif function_call not in (None, "none", "auto"):
         raise RequestError('function_call: use "none", "auto" or {"name": ...}; or use tool_choice')
-    return None if functions is None else [{"type": "function", "function": one} for one in functions], choice
+    return None if functions is None else [{"type": "function", "function": function} for function in functions], choice
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -201,7 +201,7 @@ def _read_function(field: str, given: dict[str, Any]) -> tuple[dict[str, Any], C
 
 
 def _is_ignored(choice: Any) -> bool:
-    """Return whether a choice or an entry of its list is a tool of a kind that is left out."""
+    """Return whether a choice or an entry of its list is a tool of a kind that is ignored."""
     kind = choice.get("type") if isinstance(choice, dict) else None
     return isinstance(kind, str) and kind not in (*_KINDS, "tool", "allowed_tools", "auto", "none", "required", "any")
 

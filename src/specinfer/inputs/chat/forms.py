@@ -11,7 +11,7 @@ _EMPTY = " "  # some templates refuse an answer without any character
 def forms_of(messages: list[Message], *, needs_objects: bool) -> Iterator[list[Message]]:
     """Yield the messages as they are, and then forms that more templates take. Each makes the changes of those before.
 
-    The system's messages become one at the start. Thoughts, and arguments that are no object, are left out. Each call
+    The system's messages become one at the start. Thoughts, and arguments that are no object, are dropped. Each call
     has a message of its own. Messages of the user, among them the system's, and answers take turns.
 
     Args:
@@ -42,7 +42,10 @@ def _plain(message: Message, needs_objects: bool) -> Message:
     plain = {key: value for key, value in message.items() if key not in THOUGHTS}
     if "tool_calls" in message and needs_objects:
         functions = [call["function"] for call in message["tool_calls"]]
-        objects = [one if isinstance(one["arguments"], Mapping) else one | {"arguments": {}} for one in functions]
+        objects = [
+            function if isinstance(function["arguments"], Mapping) else function | {"arguments": {}}
+            for function in functions
+        ]
         pairs = zip(message["tool_calls"], objects, strict=True)
         plain["tool_calls"] = [call | {"function": function} for call, function in pairs]
     return plain

@@ -1,6 +1,6 @@
 """Messages of a conversation, checked and converted to the form that chat templates read.
 
-Contents become text, and arguments of calls become objects. What templates have no place for is left out. For one
+Contents become text, and arguments of calls become objects. What templates have no place for is dropped. For one
 without tools, the tools are written into the system message, and calls and results into message texts, in the format
 of Hermes.
 """
@@ -87,10 +87,10 @@ def _complete(result: Message, waiting: list[tuple[str, str]], default_id: str) 
 def add_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[Message]:
     """Return a conversation for a template that does not know tools."""
     result = [
-        {"role": "user", "content": f"<tool_response>\n{one['content']}\n</tool_response>"}
-        if one["role"] == "tool"
-        else one
-        for one in messages
+        {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        if message["role"] == "tool"
+        else message
+        for message in messages
     ]
     if not tools:
         return result
@@ -111,10 +111,10 @@ def as_written(message: Message, call_format: CallFormat) -> Message:
     if call_format.writes_calls and call_format.is_native:
         if not call_format.has_text_arguments:
             return message
-        texts = [one | {"arguments": _as_text(one["arguments"])} for one in functions]
+        texts = [function | {"arguments": _as_text(function["arguments"])} for function in functions]
         calls = zip(message["tool_calls"], texts, strict=True)
         return message | {"tool_calls": [call | {"function": function} for call, function in calls]}
-    text = written_calls(call_format, [(one["name"], one["arguments"]) for one in functions])
+    text = written_calls(call_format, [(function["name"], function["arguments"]) for function in functions])
     content = f"{message['content']}\n{text}" if message["content"] else text
     return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
 

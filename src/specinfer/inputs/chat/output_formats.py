@@ -71,7 +71,7 @@ class OutputFormats:
         if start is None or start == self._tokenizer.unk_token_id:
             return False
         # The last message goes on, and its thought may have begun: after it, no message and no thought has ended.
-        return bool(next((one for one in reversed(ids) if one == start or one in self._marks), None) == start)
+        return bool(next((token for token in reversed(ids) if token == start or token in self._marks), None) == start)
 
     @cached_property
     def _marks(self) -> frozenset[int]:

@@ -99,25 +99,27 @@ class Arguments:
     # ------------------------------------------------------------------------------------ tags
 
     def _tagged(self, i: int, function: CallableFunction, tags: TaggedArguments) -> str:
-        before, row = self.literals.of(tags.before_key), []
+        before, row = self.literals.text(tags.before_key), []
         any_value, options = self.literals.until(tags.after_value)
         self._add(f"value{options}: {any_value}")
         for j, name in enumerate(function.properties):
             schema = function.part(name)
             text = is_text(schema)
             after = tags.after_key if text or not tags.after_key_of_json else tags.after_key_of_json
-            head = " WS? ".join(filter(None, [quoted(name), *map(self.literals.of, after)]))
+            head = " WS? ".join(filter(None, [quoted(name), *map(self.literals.text, after)]))
             rule = f"of_{i}_{j}"
             value = self._tagged_value(i, j, schema, tags, f"{function.field}.properties.{name}")
             self._add(f"{rule}: {before} {head} {value}")
             row.append(rule if function.is_required(name) else f"{rule}?")
         if not row and function.schema.get("additionalProperties", True) is not False:
             self._add(_KEY)
-            row.append(f"({before} KEY {' WS? '.join(filter(None, map(self.literals.of, tags.after_key)))} value WS?)*")
+            row.append(
+                f"({before} KEY {' WS? '.join(filter(None, map(self.literals.text, tags.after_key)))} value WS?)*"
+            )
         return " WS? ".join(row)
 
     def _tagged_value(self, i: int, j: int, schema: dict[str, Any], tags: TaggedArguments, place: str) -> str:
-        after = self.literals.of(tags.after_value)
+        after = self.literals.text(tags.after_value)
         choices = _choices(schema)
         if choices is not None:
             return f"WS? ({' | '.join(quoted(text) for text in choices)}) WS? {after}"
@@ -134,7 +136,7 @@ class Arguments:
 
     def _braced(self, schema: dict[str, Any], notation: BracedArguments) -> str:
         if (choices := _choices(schema)) is not None:
-            quote = self.literals.of(notation.quote)
+            quote = self.literals.text(notation.quote)
             return "(" + " | ".join(f"{quote} {quoted(text)} {quote}" for text in choices) + ")"
         return _of_types(schema, {"string": "quoted", "boolean": '"true" | "false"', "null": '"null"'}, "braced")
 
@@ -143,7 +145,7 @@ class Arguments:
         if options:
             self._add(f"quoted_end{options}: {until}")
             until = "quoted_end"
-        return f"quoted: {self.literals.of(notation.quote)} {until}"
+        return f"quoted: {self.literals.text(notation.quote)} {until}"
 
     def _listed(
         self, i: int, function: CallableFunction, sign: str, any_value: str, value: Callable[[dict[str, Any]], str]

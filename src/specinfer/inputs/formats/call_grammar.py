@@ -70,12 +70,12 @@ class CallGrammar:
         rules = [self._call(i, function, tail, literals, arguments) for i, function in enumerate(self.functions)]
         names = " | ".join(f"call_{i}" for i in range(len(self.functions)))
         between = [*style.between, *([] if style.begin else [str(opener)])]
-        more = f" ({_sequence([*map(literals.of, between), 'call'], leads=True)})*"
+        more = f" ({_sequence([*map(literals.text, between), 'call'], leads=True)})*"
         if not self.is_parallel or not style.is_repeated:
             more = ""
-        end = _sequence(map(literals.of, style.end), leads=True)
+        end = _sequence(map(literals.text, style.end), leads=True)
         # The text may end after whitespace, too: many models write a line break before they end it.
-        calls = f"calls: {_sequence(['opening', *map(literals.of, begin), 'call'])}{more}{end} WS?"
+        calls = f"calls: {_sequence(['opening', *map(literals.text, begin), 'call'])}{more}{end} WS?"
         texts = "\n".join((calls, *rules))
         extra = [rule for name, rule in (("LABEL", _LABEL), ("NUMBER", _NUMBER)) if name in texts]
         return [calls, f"call: {names}", *rules, *arguments.rules, SPACE, *extra]
@@ -86,7 +86,7 @@ class CallGrammar:
         made: list[str] = []
         for part in parts:
             if isinstance(part, str):
-                made.append(literals.of(part))
+                made.append(literals.text(part))
             elif isinstance(part, Name):
                 name = json.dumps(function.name, ensure_ascii=False) if part.is_quoted else function.name
                 made.append(quoted(name))
@@ -100,12 +100,12 @@ class CallGrammar:
 
     def _opening(self, literals: Literals) -> str:
         lead = self.call_format.lead
-        optional = f"{literals.of(lead)}? WS? " if lead is not None and lead in self.special_tokens else ""
-        return optional + literals.of(self.call_format.trigger)
+        optional = f"{literals.text(lead)}? WS? " if lead is not None and lead in self.special_tokens else ""
+        return optional + literals.text(self.call_format.trigger)
 
     def _text(self, literals: Literals) -> list[str]:
         """Return the rules for free text in which a call may begin. It includes shown tokens, except those of calls."""
-        style, trigger = self.call_format, literals.of(self.call_format.trigger)
+        style, trigger = self.call_format, literals.text(self.call_format.trigger)
         others = [t.id for name, t in self.special_tokens.items() if t.is_shown and name not in style.texts]
         between = " (other TEXT)*" if others else ""
         rules = [f"other: <[{ranges(others)}]>"] if others else []

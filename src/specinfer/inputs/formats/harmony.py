@@ -28,7 +28,7 @@ def channel_rules(names: Iterable[str], answer: str | None, literals: Literals) 
     Args:
         answer: What matches the answer, or None if the response must be a call.
     """
-    channel, message, end, start, constrain = map(literals.of, (CHANNEL, MESSAGE, END, START, "<|constrain|>"))
+    channel, message, end, start, constrain = map(literals.text, (CHANNEL, MESSAGE, END, START, "<|constrain|>"))
     kind = f'(WS? {constrain}? WS? "json")? WS? {message}'
     calls = []
     for i, name in enumerate(names):

@@ -30,7 +30,7 @@ class Literals:
         self._tokens = {name: token.id for name, token in special_tokens.items() if name in joined}
         self._pattern = re.compile("|".join(map(re.escape, sorted(self._tokens, key=len, reverse=True))) or "(?!)")
 
-    def of(self, text: str) -> str:
+    def text(self, text: str) -> str:
         """Return a text without the whitespace around it; "" for whitespace alone."""
         return " ".join(self._pieces(text.strip()))
 

@@ -63,7 +63,7 @@ class OutputParser:
         return self._taken()
 
     def finish(self) -> list[OutputDelta]:
-        """Return the text that was kept back at the end of the response. A call without arguments is dropped."""
+        """Return the text that was held back at the end of the response. A call without arguments is dropped."""
         self._scanner.is_complete = True
         for _ in self._reading:
             pass

@@ -95,10 +95,10 @@ def with_thought(
 def _thought(reasoning: Reasoning, special_tokens: Mapping[str, SpecialToken]) -> list[str]:
     """Return the rules of a thought: any text and any shown tokens, up to the first text that ends it."""
     end, literals = reasoning.end, Literals((reasoning.start, reasoning.end), special_tokens)
-    until, options = (f"TEXT {literals.of(end)}", "") if end in special_tokens else literals.until(end)
+    until, options = (f"TEXT {literals.text(end)}", "") if end in special_tokens else literals.until(end)
     others = [token.id for name, token in special_tokens.items() if token.is_shown and name != end]
     return [
-        f"start_mark: {literals.of(reasoning.start)}",
+        f"start_mark: {literals.text(reasoning.start)}",
         "thought: (TEXT other)* last" if others else "thought: last",
         f"last{options}: {until}",
         *([f"other: <[{ranges(others)}]>"] if others else []),

@@ -182,10 +182,10 @@ class Scanner:
 
 
 class Trimmed:
-    """Text without the whitespace at its end, which is kept back until more text follows.
+    """Text without the whitespace at its end, which is held back until more text follows.
 
     Args:
-        strips_start: Whether the whitespace at its start is left out too.
+        strips_start: Whether the whitespace at its start is dropped, too.
     """
 
     def __init__(self, *, strips_start: bool) -> None:

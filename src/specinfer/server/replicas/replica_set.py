@@ -185,7 +185,7 @@ class RayReplicaSet:
         except Exception as error:  # whatever the error is, there are no results
             logger.debug("%s: no response of the replicas: %s", method, _first_line(error))
             return []
-        return [one for one in results if not isinstance(one, BaseException)]
+        return [result for result in results if not isinstance(result, BaseException)]
 
 
 def deploy(settings: ReplicaSettings, scaling: Scaling, resources: Resources) -> RayReplicaSet:

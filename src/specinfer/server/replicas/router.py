@@ -169,7 +169,7 @@ class Router:
     async def _load(self) -> Response:
         results = await self._state.replica_set.everyone("load", _PROBE_SECONDS)
         names = ("server_load", "num_running", "num_waiting")
-        return JSONResponse({name: sum(one[name] for one in results) for name in names})
+        return JSONResponse({name: sum(result[name] for result in results) for name in names})
 
     async def _metrics(self) -> Response:
         if not self._state.config.metrics:

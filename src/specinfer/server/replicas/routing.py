@@ -31,7 +31,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may be missing w
         digests, avoid = _wishes(pending_request)
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # if all are full, wait before asking again
-        others = [one for one in candidate_replicas if one.replica_id.unique_id not in avoid]
+        others = [replica for replica in candidate_replicas if replica.replica_id.unique_id not in avoid]
         others = others or list(candidate_replicas)
         random.shuffle(others)  # among equally busy replicas the first is taken
         favoured = self._favoured(digests, others)
@@ -47,10 +47,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may be missing w
 
     def _favoured(self, digests: list[str], candidates: list[RunningReplica]) -> RunningReplica | None:
         reader = next((self._readers[digest] for digest in digests if digest in self._readers), None)
-        found = next((one for one in candidates if one.replica_id == reader), None)
+        found = next((candidate for candidate in candidates if candidate.replica_id == reader), None)
         if found is None:
             return None
-        least = min(self._load(one) for one in candidates)
+        least = min(self._load(candidate) for candidate in candidates)
         return found if self._load(found) <= least + self._slack else None
 
     def _load(self, replica: RunningReplica) -> int:
