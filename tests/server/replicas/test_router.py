@@ -37,12 +37,10 @@ class LocalReplicaSet:
         self.replicas = replicas
         self.asked: list[int] = []
 
-    async def ask(
-        self, head: bytes, body: bytes, digests: Sequence[str], avoid: Sequence[str]
-    ) -> AsyncGenerator[bytes]:
+    async def ask(self, scope: Any, body: bytes, digests: Sequence[str], avoid: Sequence[str]) -> AsyncGenerator[bytes]:
         index = len(avoid) if len(avoid) < len(self.replicas) else 0
         self.asked.append(index)
-        async for part in self.replicas[index].answer(head, body, digests, avoid):
+        async for part in self.replicas[index].answer(scope, body, digests, avoid):
             yield part
 
     async def everyone(self, method: str, seconds: float) -> list[Any]:

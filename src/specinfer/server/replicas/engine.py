@@ -1,6 +1,6 @@
 """A replica: one engine in its own process, behind the same application as a server with a single engine.
 
-Requests and responses are bytes (`messages.py`), so all endpoints, errors and streams are the same.
+Requests are ASGI scopes and responses are bytes (`messages.py`), so all endpoints, errors and streams are the same.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from starlette.types import Message
+from starlette.types import Message, Scope
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.generation import Generation
@@ -21,7 +21,7 @@ from specinfer.server import logs
 from specinfer.server.app import create_app
 from specinfer.server.observation import Observation
 from specinfer.server.process import SWITCH_SECONDS
-from specinfer.server.replicas.messages import pack_response, unpack_request
+from specinfer.server.replicas.messages import pack_response
 from specinfer.server.replicas.settings import ReplicaSettings
 from specinfer.server.state import ServerState
 
@@ -60,7 +60,7 @@ class EngineReplica:
         self.__del__ = self.close
 
     async def answer(
-        self, head: bytes, body: bytes, digests: Sequence[str] = (), avoid: Sequence[str] = ()
+        self, scope: Scope, body: bytes, digests: Sequence[str] = (), avoid: Sequence[str] = ()
     ) -> AsyncGenerator[bytes]:
         """Yield the response to a request as it comes; closing the generator ends the request.
 
@@ -69,7 +69,7 @@ class EngineReplica:
         """
         await self._start()
         exchange = _Exchange(body, self._name)
-        serving = asyncio.ensure_future(exchange.serve(self._app, unpack_request(head)))
+        serving = asyncio.ensure_future(exchange.serve(self._app, scope))
         try:
             async for part in exchange.parts():
                 yield part

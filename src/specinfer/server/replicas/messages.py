@@ -1,4 +1,4 @@
-"""Requests and responses as bytes between the router and a replica: a head in JSON, then the body.
+"""Requests and responses between the router and a replica; a response is bytes: a head in JSON, then the body.
 
 Digests of a request's prefixes go with it, so that requests with the same prefix reach the replica that has it in its
 cache. The routers of Ray that use them (`routing.py`) are listed here, because Ray pickles their class by value.
@@ -15,6 +15,7 @@ from starlette.types import Scope
 
 _LENGTH = 4  # bytes of the length before a response's head
 Headers = Iterable[tuple[bytes, bytes]]
+_SAME = ("method", "path", "raw_path", "query_string", "scheme", "http_version", "client", "server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,39 +27,12 @@ class ResponseHead:
     replica: str
 
 
-def pack_request(scope: Scope) -> bytes:
-    """Return the head of a checked request, with its id in the log as its X-Request-Id."""
+def replica_scope(scope: Scope) -> Scope:
+    """Return the scope in which a replica serves a checked request, with its id in the log as its X-Request-Id."""
     headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"x-request-id"]
     headers.append((b"x-request-id", scope["state"]["request_id"].encode("latin-1")))
-    server = scope.get("server")
-    head = {
-        "method": scope["method"],
-        "path": scope["path"],
-        "raw_path": (scope.get("raw_path") or b"").decode("latin-1"),
-        "query_string": scope.get("query_string", b"").decode("latin-1"),
-        "scheme": scope.get("scheme", "http"),
-        "http_version": scope.get("http_version", "1.1"),
-        "client": list(scope.get("client") or ("-", 0)),
-        "server": None if server is None else list(server),
-        "headers": _as_text(headers),
-    }
-    return json.dumps(head).encode()
-
-
-def unpack_request(head: bytes) -> Scope:
-    """Return the ASGI scope of a request."""
-    head_fields: dict[str, Any] = json.loads(head)
-    server = head_fields["server"]
-    return head_fields | {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "root_path": "",
-        "raw_path": head_fields["raw_path"].encode("latin-1"),
-        "query_string": head_fields["query_string"].encode("latin-1"),
-        "client": tuple(head_fields["client"]),
-        "server": None if server is None else tuple(server),
-        "headers": _as_bytes(head_fields["headers"]),
-    }
+    same = {name: scope[name] for name in _SAME if name in scope}
+    return {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}} | same | {"headers": headers}
 
 
 def pack_response(start: Mapping[str, Any], replica: str) -> bytes:

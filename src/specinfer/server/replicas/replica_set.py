@@ -28,7 +28,7 @@ from ray import serve
 from ray._private import ray_constants
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from specinfer.core.errors import ModelError
 from specinfer.server import logs
@@ -163,11 +163,11 @@ class RayReplicaSet:
         self._asking = handle.options(method_name="answer", stream=True)
 
     async def ask(
-        self, head: bytes, body: bytes, digests: Sequence[str], avoid: Sequence[str]
+        self, scope: Scope, body: bytes, digests: Sequence[str], avoid: Sequence[str]
     ) -> AsyncGenerator[bytes]:
         """See `ReplicaSet.ask`."""
         await _wait_for_replica()
-        stream = self._asking.remote(head, body, list(digests), list(avoid))
+        stream = self._asking.remote(scope, body, list(digests), list(avoid))
         try:
             async for part in stream:
                 yield part

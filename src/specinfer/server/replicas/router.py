@@ -18,7 +18,7 @@ from specinfer.server.app import checks
 from specinfer.server.auth import route_path
 from specinfer.server.config import ServerConfig
 from specinfer.server.errors import ApiError
-from specinfer.server.replicas.messages import ResponseHead, pack_request, prefix_digests, unpack_response
+from specinfer.server.replicas.messages import ResponseHead, prefix_digests, replica_scope, unpack_response
 from specinfer.server.replicas.metrics import PORT, RouterMetrics, merged
 from specinfer.server.state import loading, quotas_of, shutting_down
 from specinfer.server.stream import code_of, dialect_of, run_until, wait_for_disconnect
@@ -41,7 +41,7 @@ class NoReplicaError(Exception):
 class ReplicaSet(Protocol):
     """The replicas, however they are reached."""
 
-    def ask(self, head: bytes, body: bytes, digests: Sequence[str], avoid: Sequence[str]) -> AsyncGenerator[bytes]:
+    def ask(self, scope: Scope, body: bytes, digests: Sequence[str], avoid: Sequence[str]) -> AsyncGenerator[bytes]:
         """Yield the bytes of one replica's answer; closing the generator ends the request there.
 
         Args:
@@ -185,7 +185,7 @@ class _Passing:
 
     def __init__(self, state: RouterState, scope: Scope, body: bytes, send: Send) -> None:
         self._state, self._body, self._send = state, body, send
-        self._head, self._dialect = pack_request(scope), dialect_of(route_path(scope))
+        self._scope, self._dialect = replica_scope(scope), dialect_of(route_path(scope))
         fields = scope["state"].pop("fields", {})  # only the body is passed on
         self._digests = prefix_digests(fields, scope["state"]["tenant"]) if scope["method"] == "POST" else []
         self._has_begun = self._is_stream = self._is_whole = False
@@ -207,7 +207,7 @@ class _Passing:
         while True:
             try:
                 async with aclosing(
-                    self._state.replica_set.ask(self._head, self._body, self._digests, avoid)
+                    self._state.replica_set.ask(self._scope, self._body, self._digests, avoid)
                 ) as stream:
                     head, start = unpack_response(await anext(stream))
                     if head.status in (429, 503):  # a short response, which comes whole
