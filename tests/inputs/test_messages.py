@@ -49,7 +49,7 @@ READERS = {text: make_reader(text) for text in (PLAIN, HERMES, LLAMA, MISTRAL, I
 
 def text_of(template: str, messages: Sequence[Any], **options: Any) -> str:
     reader = READERS.get(template) or make_reader(template)
-    return str(reader._tokenizer.decode(reader.read_chat(messages, **options)))
+    return str(reader.tokenizer.decode(reader.read_chat(messages, **options)))
 
 
 def without_calls(text: str) -> str:
@@ -349,5 +349,5 @@ def test_keywords_that_the_template_does_not_read_are_ignored_and_named() -> Non
     kwargs = {"thinking": True, "add_vision_id": 1, "enable_thinking": False, "xml_tools": ["f"], "": 1}
     assert reader.unread_kwargs(kwargs) == ["", "add_vision_id", "thinking"]
     assert reader.unread_kwargs(None) == []
-    text = str(reader._tokenizer.decode(reader.read_chat([USER], template_kwargs=kwargs)))
+    text = str(reader.tokenizer.decode(reader.read_chat([USER], template_kwargs=kwargs)))
     assert text.endswith("<think></think>f")
