@@ -31,8 +31,8 @@ def choose_configurations(expected: ExpectedYield, costs: CostModel) -> Ints:
     if num_requests == 1:
         return np.full(1, best)
     starts = {best, int(np.where(levels > 0, 0.0, rates).argmax())}
-    found = [_refine(expected, costs, start, float(rates[start])) for start in starts]
-    return _choose_each_again(expected, costs, max(found, key=lambda one: one[0])[1])
+    refined = [_refine(expected, costs, start, float(rates[start])) for start in starts]
+    return _choose_each_again(expected, costs, max(refined, key=lambda result: result[0])[1])
 
 
 def _choose_each_again(expected: ExpectedYield, costs: CostModel, chosen: Ints) -> Ints:

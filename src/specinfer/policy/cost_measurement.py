@@ -117,8 +117,8 @@ def _has_slow_first_runs(target: TargetRunner) -> bool:
     return graphs is not None or target.loaded.device.type != "cpu"
 
 
-def _is_alike(one: float, other: float) -> bool:
-    return max(one, other) <= _LIKENESS * min(one, other)
+def _is_alike(seconds: float, others: float) -> bool:
+    return max(seconds, others) <= _LIKENESS * min(seconds, others)
 
 
 def pass_sizes(target: TargetRunner) -> list[int]:

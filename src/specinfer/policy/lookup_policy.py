@@ -63,7 +63,7 @@ class LookupPolicy:
             self._rest -= 1
             return
         plain = float(self._costs.target(step.num_rows - step.num_guessed))
-        saved = plain * sum(len(one.path) for one in acceptances) / max(len(acceptances), 1)
+        saved = plain * sum(len(acceptance.path) for acceptance in acceptances) / max(len(acceptances), 1)
         spent = step.draft_time + float(self._costs.target(step.num_rows)) - plain
         gain = max((saved - spent) / plain, -_MOST_IN_A_STEP)
         self._gain = min(self._gain + _RATE * (gain - self._gain), _MOST_GAINED)

@@ -127,9 +127,11 @@ class PolicyNetwork:
         weight, bias = self.layers[-1]
         means = np.exp(np.minimum(hidden @ weight + bias, math.log(MAX_TREE_NODES)))
         gain, nodes, levels = means.reshape(len(features), 3, len(self.configurations)).transpose(1, 0, 2)
-        most_nodes = np.asarray([one.max_nodes for one in self.configurations])
-        depth = np.asarray([one.max_depth for one in self.configurations])
-        model_depth = np.asarray([one.max_depth if one.uses_model else 0 for one in self.configurations])
+        most_nodes = np.asarray([configuration.max_nodes for configuration in self.configurations])
+        depth = np.asarray([configuration.max_depth for configuration in self.configurations])
+        model_depth = np.asarray(
+            [configuration.max_depth if configuration.uses_model else 0 for configuration in self.configurations]
+        )
         return ExpectedYield(
             1.0 + np.minimum(gain, depth),
             np.minimum(nodes, most_nodes),
@@ -154,7 +156,7 @@ class PolicyNetwork:
             "version": VERSION,
             "slots": self.slots,
             "names": self.names,
-            "menu": [asdict(one) for one in self.configurations],
+            "menu": [asdict(configuration) for configuration in self.configurations],
             "num_layers": len(self.layers),
             "about": dict(self.about),
         }
@@ -180,9 +182,12 @@ class PolicyNetwork:
                 names=tuple(header["names"]),
                 configurations=tuple(
                     Configuration(
-                        tuple(one["slots"]), int(one["max_nodes"]), int(one["max_depth"]), float(one["min_path_prob"])
+                        tuple(entry["slots"]),
+                        int(entry["max_nodes"]),
+                        int(entry["max_depth"]),
+                        float(entry["min_path_prob"]),
                     )
-                    for one in header["menu"]
+                    for entry in header["menu"]
                 ),
                 low=tensors["low"],
                 high=tensors["high"],
@@ -214,11 +219,11 @@ class PolicyNetwork:
             and sizes[-1] == 3 * len(self.configurations)
             and self.configurations[0] == Configuration()
             and all(
-                one.slots
-                and set(one.slots) <= set(self.slots)
-                and 1 <= one.max_depth <= one.max_nodes <= MAX_TREE_NODES
-                and 0 <= one.min_path_prob < 1
-                for one in self.configurations[1:]
+                configuration.slots
+                and set(configuration.slots) <= set(self.slots)
+                and 1 <= configuration.max_depth <= configuration.max_nodes <= MAX_TREE_NODES
+                and 0 <= configuration.min_path_prob < 1
+                for configuration in self.configurations[1:]
             )
         )
         if not fits:

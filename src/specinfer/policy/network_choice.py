@@ -92,16 +92,18 @@ class NetworkChoice:
         self._fits = tuple(slots) == network.slots
         self._tracker = FeatureTracker(drafter)
         names = {slot: part.name for slot, part in slots.items()}
-        self._budgets = [_budget_of(one, names) if self._fits else OFF for one in network.configurations]
-        self._uses_model = np.asarray([one.uses_model for one in network.configurations])
+        self._budgets = [
+            _budget_of(configuration, names) if self._fits else OFF for configuration in network.configurations
+        ]
+        self._uses_model = np.asarray([configuration.uses_model for configuration in network.configurations])
         self._probe = min(
-            (i for i, one in enumerate(network.configurations) if one.uses_model),
+            (i for i, configuration in enumerate(network.configurations) if configuration.uses_model),
             key=lambda i: network.configurations[i].max_nodes,
             default=0,
         )
         self._same_slots = {
-            one.slots: np.asarray([other.slots == one.slots for other in network.configurations])
-            for one in network.configurations
+            configuration.slots: np.asarray([each.slots == configuration.slots for each in network.configurations])
+            for configuration in network.configurations
         }
         # By the drafters used, over all requests. Not by size: a size chosen because too much was expected of it
         # would always seem to do worse than the others.
@@ -140,10 +142,12 @@ class NetworkChoice:
 
     def _decide(self, spans: Sequence[Span], features: Floats) -> list[TreeBudget]:
         if len(self._states) > 2 * len(spans) + 64:
-            self._states = {name: one for name, one in self._states.items() if not one.request.is_finished}
+            self._states = {name: state for name, state in self._states.items() if not state.request.is_finished}
         states = [self._state_of(span.request) for span in spans]
         expected = self._network.expect(features)
-        for_all = (expected.tokens - 1.0) * [self._ratios[one.slots]() for one in self._network.configurations]
+        for_all = (expected.tokens - 1.0) * [
+            self._ratios[configuration.slots]() for configuration in self._network.configurations
+        ]
         corrected = ExpectedYield(1.0 + for_all * self._own(states), expected.nodes, expected.levels)
         num_context = sum(span.start for span in spans)
         self._costs.follow(num_context // len(spans), 1)
@@ -156,17 +160,17 @@ class NetworkChoice:
         if len(spans) == 1:
             chosen[0] = self._usual_unless_clearly_better(rates_alone(corrected, self._costs)[0])
         budgets = []
-        for i, (one, choice) in enumerate(zip(states, chosen.tolist(), strict=True)):
+        for i, (state, choice) in enumerate(zip(states, chosen.tolist(), strict=True)):
             if self._uses_model[choice]:
-                one.num_without_model = 0
+                state.num_without_model = 0
             else:
-                one.num_without_model += 1
-                if one.num_without_model % _PROBE == 0 and one.request.drafter_knows:
+                state.num_without_model += 1
+                if state.num_without_model % _PROBE == 0 and state.request.drafter_knows:
                     choice = self._probe
-            one.chosen = choice
-            one.expected = float(expected.tokens[i, choice]) - 1.0
-            one.for_all = float(for_all[i, choice])
-            one.corrected = float(corrected.tokens[i, choice]) - 1.0
+            state.chosen = choice
+            state.expected = float(expected.tokens[i, choice]) - 1.0
+            state.for_all = float(for_all[i, choice])
+            state.corrected = float(corrected.tokens[i, choice]) - 1.0
             budgets.append(self._budgets[choice])
         self.num_decided += len(spans)
         return budgets
@@ -190,8 +194,8 @@ class NetworkChoice:
     def _own(self, states: Sequence[_RequestState]) -> Floats:
         """Return the acceptance of each request relative to all requests: [requests, configurations]."""
         own = np.ones((len(states), len(self._network.configurations)))
-        for row, one in zip(own, states, strict=True):
-            for slots, ratio in one.own.items():
+        for row, state in zip(own, states, strict=True):
+            for slots, ratio in state.own.items():
                 row[self._same_slots[slots]] = ratio()
         return own
 
@@ -213,19 +217,21 @@ class NetworkChoice:
         if request.is_finished:
             self._states.pop(request.request_id, None)
             return
-        one = self._states.get(request.request_id)
-        if one is None or one.request is not request or not one.chosen:
+        state = self._states.get(request.request_id)
+        if state is None or state.request is not request or not state.chosen:
             return
-        configuration = self._network.configurations[one.chosen]
-        one.chosen = 0
+        configuration = self._network.configurations[state.chosen]
+        state.chosen = 0
         if not request.may_guess or request.max_new_tokens + num_generated <= configuration.max_depth:
             return  # the request could not draft, or the end of the output cut the tree
         accepted = float(len(acceptance.path))
         # As in training, but scaled to a few draft tokens, so that sums compare with the priors.
         weight = _USUAL * float(token_weight(min(accepted, SMALL_NODES)))
-        self._ratios[configuration.slots].observe(weight * accepted, weight * one.expected, _MEMORY)
-        one.own.setdefault(configuration.slots, _Ratio()).observe(weight * accepted, weight * one.for_all, _OWN_MEMORY)
-        self._overall.observe(weight * accepted, weight * one.corrected, _MEMORY)
+        self._ratios[configuration.slots].observe(weight * accepted, weight * state.expected, _MEMORY)
+        state.own.setdefault(configuration.slots, _Ratio()).observe(
+            weight * accepted, weight * state.for_all, _OWN_MEMORY
+        )
+        self._overall.observe(weight * accepted, weight * state.corrected, _MEMORY)
         if abs(math.log(self._overall())) > _BOUND:
             logger.warning(
                 "the speculation policy is wrong about acceptance: trees are chosen by cost for %d steps", _REST

@@ -132,14 +132,14 @@ def copies_of(
 
     A level costs a pass over rows that are in memory, whose weights are read in proportion to their bytes.
     """
-    found = []
+    candidates = []
     for copy in COPIES:
         if copy not in known and SELF_DRAFTERS[copy].quantization != quantization:
             num_bytes = memory.copy_bytes(copy)
             base = computing.base * num_bytes / (memory.num_layers * memory.layer_bytes)
             level = Curve((1, 512), (base + computing.row, base + 512 * computing.row))
-            found.append(Candidate((copy,), num_bytes, ASSUMED_ACCEPTANCE[copy], CostModel(computing, level)))
-    return found
+            candidates.append(Candidate((copy,), num_bytes, ASSUMED_ACCEPTANCE[copy], CostModel(computing, level)))
+    return candidates
 
 
 def compare(
@@ -177,7 +177,7 @@ def compare(
 
 def best_of(choices: Sequence[OffloadChoice]) -> OffloadChoice:
     """Return the fastest choice."""
-    return max(choices, key=lambda one: one.tokens_per_second)
+    return max(choices, key=lambda choice: choice.tokens_per_second)
 
 
 def usual_copy(target: Path, offload: OffloadConfig, quantization: str | None, device: torch.device) -> str | None:

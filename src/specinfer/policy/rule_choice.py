@@ -88,9 +88,11 @@ class RuleChoice:
             return
         shared = record.time - sum(seconds for _, _, seconds in unreported)
         for rule in self.RULES:
-            own = [(tokens, seconds) for other, tokens, seconds in unreported if other == rule]
-            verifying = len(unreported) * sum(seconds for _, seconds in own) / max(len(own), 1)  # if it verified all
-            for tokens, _ in own:
+            steps = [(tokens, seconds) for name, tokens, seconds in unreported if name == rule]
+            verifying = (
+                len(unreported) * sum(seconds for _, seconds in steps) / max(len(steps), 1)
+            )  # if it verified all
+            for tokens, _ in steps:
                 self._yields[rule].add(tokens, shared + verifying, self.DECAY)
         if any(each.passes < self.TRIAL for each in self._yields.values()):
             return
@@ -101,9 +103,9 @@ class RuleChoice:
 
     def summary(self) -> str:
         """Return one line on the chosen rule and what each rule yielded."""
-        found = [
+        yields = [
             f"{rule} {each.tokens_per_pass:.2f} tokens a pass, {each.tokens_per_second:.0f} a second"
             for rule, each in self._yields.items()
             if each.seconds
         ]
-        return f"verification auto: {self.best or 'both rules in turn'}" + "".join(f"; {one}" for one in found)
+        return f"verification auto: {self.best or 'both rules in turn'}" + "".join(f"; {text}" for text in yields)

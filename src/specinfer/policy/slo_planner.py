@@ -92,7 +92,7 @@ class SLOPlanner:
         sizes, expected = self._optimizer.sizes, self._optimizer.expected_tokens()
         num_urgent = int(is_urgent.sum())
         num_others = num_requests - num_urgent
-        found: list[tuple[int, float, int, bool]] = []
+        options: list[tuple[int, float, int, bool]] = []
         for nodes, levels, usual in (self._optimizer.usual(), (0, 0, 1.0)):
             levels_each = np.maximum(sizes.num_levels, levels)
             seconds = self._seconds(num_requests, num_urgent * sizes.num_nodes + num_others * nodes, levels_each)
@@ -101,8 +101,8 @@ class SLOPlanner:
             num_met = np.where(self._optimizer.fits(num_requests), num_met, -1)
             rates = (num_urgent * expected + num_others * usual) / seconds
             best = int(np.lexsort((rates, num_met))[-1])
-            found.append((int(num_met[best]), float(rates[best]), best, nodes > 0))
-        *_, best, shares = max(found)
+            options.append((int(num_met[best]), float(rates[best]), best, nodes > 0))
+        *_, best, shares = max(options)
         return TreeBudget(int(sizes.num_nodes[best]), int(sizes.num_levels[best])), shares
 
     def _pays_to_read(self, request: Request, tree: TreeBudget, num_requests: int) -> bool:
@@ -201,7 +201,7 @@ class SLOPlanner:
         fits = self._optimizer.fits(num_requests)
         fastest = float((alone / self._optimizer.expected_tokens())[fits].min())
         plain = float(alone[0])  # the first is none
-        return np.asarray([_tpot(one, now, fastest if _has_trees(one) else plain) for one in requests])
+        return np.asarray([_tpot(request, now, fastest if _has_trees(request) else plain) for request in requests])
 
     def _seconds(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
         """Return the seconds of a step with this many nodes in all."""

@@ -51,9 +51,9 @@ class StreamedCurve:
 
     def __init__(self, passes: Sequence[Pass]) -> None:
         self.passes = tuple(passes)
-        bound = [one.seconds for one in passes if one.is_bound]
-        self.reading: float = median(bound) if bound else min(one.seconds for one in passes)
-        self._known = sum((_sums(one) for one in passes), np.zeros(5))
+        bound = [measured.seconds for measured in passes if measured.is_bound]
+        self.reading: float = median(bound) if bound else min(measured.seconds for measured in passes)
+        self._known = sum((_sums(measured) for measured in passes), np.zeros(5))
         self._seen = np.zeros(5)
         self._fit()
 
@@ -73,13 +73,13 @@ class StreamedCurve:
         return np.asarray(np.maximum(self.reading, self.base + self.row * rows))
 
     def observe(self, num_tokens: float, seconds: float, waited: float = 0.0) -> None:
-        one = Pass(num_tokens, seconds, min(max(waited, 0.0), seconds))
-        if one.is_bound:
+        measured = Pass(num_tokens, seconds, min(max(waited, 0.0), seconds))
+        if measured.is_bound:
             rate = learning_rate(seconds, self.reading)
             self.reading += rate * (min(seconds, MAX_RATIO * self.reading) - self.reading)
         else:
             self.reading = min(self.reading, seconds)  # reading took no longer than this
-        self._seen = _KEPT * self._seen + _sums(one)
+        self._seen = _KEPT * self._seen + _sums(measured)
         self._fit()
 
     def reading_for(self, seconds: float) -> "StreamedCurve":
@@ -105,14 +105,17 @@ class StreamedCurve:
 
     def as_dict(self) -> dict[str, object]:
         """Return plain numbers, to be stored in a file."""
-        return {"passes": [list(one) for one in self.passes]}
+        return {"passes": [list(measured) for measured in self.passes]}
 
     @classmethod
     def from_dict(cls, numbers: Mapping[str, Any]) -> "StreamedCurve":
         """Make a curve from `as_dict`'s numbers. Raises KeyError, TypeError or ValueError if they are not passes."""
-        passes = [Pass(*map(float, one)) for one in numbers["passes"]]
+        passes = [Pass(*map(float, entry)) for entry in numbers["passes"]]
         usable = bool(passes) and bool(np.isfinite(passes).all())
-        if not (usable and all(one.num_rows >= 1 and 0 <= one.waited <= one.seconds > 0 for one in passes)):
+        if not (
+            usable
+            and all(measured.num_rows >= 1 and 0 <= measured.waited <= measured.seconds > 0 for measured in passes)
+        ):
             raise ValueError("no passes: each needs rows, and a time that it waited less than it took")
         return cls(passes)
 
