@@ -1,5 +1,5 @@
 # make demo    watch a small chat model speculate, with no download but the Python packages
-# make test    the linters, then the tests
+# make test    the linters, then the tests; after SPECINFER_ISAS=all, those of all instruction sets that this processor has
 # make oldest  the tests of models and drafters with the oldest transformers that pyproject.toml allows
 # make clients the client programs of other projects for `pytest -m clients`, in build/clients
 # make docs    the documentation site, in build/site/index.html
