@@ -7,7 +7,7 @@ with a drafter of medium quality.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,8 @@ from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, draw
-from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
-from specinfer.drafters.growth.wanted_nodes import Node
+from specinfer.drafters.growth.frontier import Frontier, Level
+from specinfer.drafters.growth.tree_batch import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_tensors import KVTensors
@@ -211,7 +211,8 @@ class _Step:
         """Return candidates for the largest number of nodes that a level can have, for each request."""
         logits = 4 * torch.randn((config.num_requests * config.nodes, config.vocab_size), generator=source)
         owners = [request for request in self._requests for _ in range(config.nodes)]
-        return draw(drawing, logits, [Node(request, (), BEST_FIRST_WIDTH) for request in owners])
+        level = Level([Frontier(request, [0], lambda _: (), BEST_FIRST_WIDTH) for request in owners])
+        return draw(drawing, logits, level)
 
     def run(self) -> dict[str, float]:
         """Run the step once, and return the milliseconds of each stage."""
@@ -240,8 +241,8 @@ class _Step:
     def _grow(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         growing_trees = [GrowingTree(span.request, budget, _MODEL) for span, budget in zip(spans, budgets, strict=True)]
         tree_batch = TreeBatch(growing_trees, self._calibration)
-        while nodes := tree_batch.wanted():
-            tree_batch.extend(_first(self._pool, len(nodes)))
+        while level := tree_batch.level():
+            tree_batch.extend(_first(self._pool, len(level)))
         return [growing_tree.tree() for growing_tree in growing_trees]
 
     def _pack(self, trees: Sequence[TokenTree]) -> None:
@@ -263,10 +264,12 @@ class _Step:
 
 
 def _first(pool: Candidates, count: int) -> Candidates:
-    return Candidates(
-        pool.tokens[:count], pool.confidence[:count], pool.support[:count], pool.probs[:count], pool.places[:count],
-        pool.replaced,
-    )  # fmt: skip
+    drawn = pool.drawn_from
+    if drawn is not None:
+        drawn = replace(
+            drawn, token_ids=drawn.token_ids[:count], probs=drawn.probs[:count], places=drawn.places[:count]
+        )
+    return Candidates(pool.tokens[:count], pool.confidence[:count], drawn)
 
 
 class _Clock:

@@ -9,7 +9,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates
-from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
+from specinfer.drafters.growth.tree_batch import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
 from specinfer.verify import Acceptance
 
 RIGHT_TOKEN = 1  # of a text's own token; other tokens have other numbers
@@ -38,8 +38,9 @@ class TextDrafting:
         num_levels = 0
         if growing:
             tree_batch = TreeBatch(growing, self.calibration)
-            while nodes := tree_batch.wanted():
-                tree_batch.extend(self._candidates([(node.request, node.path) for node in nodes]))
+            while level := tree_batch.level():
+                nodes = [(one.request, one.path_of(i)) for one in level.frontiers for i in range(len(one.depths))]
+                tree_batch.extend(self._candidates(nodes))
                 num_levels += 1
         grown = iter(growing)
         roots = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
@@ -56,8 +57,7 @@ class TextDrafting:
                 confidence[i] = text.confidence[place]
                 if (rank := text.right[place]) != WRONG:
                     tokens[i, rank] = RIGHT_TOKEN
-        none = np.empty((len(nodes), 0))
-        return Candidates(tokens, confidence, none.astype(np.int64), none, np.full(tokens.shape, -1))
+        return Candidates(tokens, confidence)
 
     def _at(self, request: Request, depth: int) -> tuple[Text, int]:
         text, start = self._places[request.request_id]

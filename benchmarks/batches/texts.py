@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specinfer.bench.prompts import token_prompts
 from specinfer.demo.pair import demo_folders
-from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
+from specinfer.drafters.growth.tree_batch import BEST_FIRST_WIDTH
 from specinfer.model.definition import load_plain, quietly
 
 _PROMPT = 64  # tokens that each text continues

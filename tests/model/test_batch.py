@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import MAX_GROUPED_TOKENS, ForwardBatch, Piece, pack
 from specinfer.model.kv_tensors import KVTensors
-from specinfer.ops.cpu.sight import plain_sight, sight
 from tiny import trees
 
 STORE = KVTensors([], 0, torch.float32, torch.device("cpu"))
@@ -35,14 +34,6 @@ def test_a_node_sees_the_chain_and_its_own_path(prefix: int, num_chain: int, tre
         seen = [*range(min(row, num_chain - 1) + 1), *(num_chain - 1 + n for n in tree.path(node))]
         assert np.flatnonzero(piece.visible[row]).tolist() == seen
         assert piece.positions[row] == prefix + len(seen) - 1, "a token stands after all that it sees"
-
-
-@given(start=st.integers(0, 4), num_chain=st.integers(1, 4), tree=trees(max_nodes=30))
-def test_native_sight_is_that_of_the_plain_code(start: int, num_chain: int, tree: TokenTree) -> None:
-    visible, positions = sight(num_chain, tree, start)
-    plain_visible, plain_positions = plain_sight(np.zeros_like(visible), num_chain, tree, start)
-    assert np.array_equal(visible, plain_visible)
-    assert positions.tolist() == plain_positions.tolist()
 
 
 def test_a_chunk_of_a_prompt_has_no_logits() -> None:

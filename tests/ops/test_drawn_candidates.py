@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from interpreter import interpreted
+from levels import Node, draw
 from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.sampling import SamplingParams
-from specinfer.drafters.growth.draft_sampling import draw
-from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.ops import plain_drawn
 from specinfer.ops.chance_table import DRAWN, ChanceTable
 from specinfer.ops.plain_draft import Candidates, Frontier, Limits

@@ -1,17 +1,16 @@
-"""Trees that are merged and pruned natively are those that are merged one by one and pruned in common arrays."""
+"""Trees that are merged and pruned in one native call are those that are merged one by one and pruned plainly."""
 
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reference.pruning import kept_nodes, weigh
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
 from specinfer.drafters.growth.calibration import RANKS, Calibration, source
-from specinfer.drafters.merge import pruning
 from specinfer.drafters.merge.pruning import Pruning
 from specinfer.verify import Acceptance
 from tiny import as_values, make_request, trees
@@ -54,25 +53,30 @@ def _trained(seed: int, requests: Sequence[Request]) -> Calibration:
     ),
     st.integers(0, 9),
 )
-def test_both_ways_keep_the_same_nodes_and_draws(
+def test_the_plain_code_keeps_the_same_nodes_and_draws(
     batch: list[tuple[list[TokenTree], float, int, float]], seed: int
 ) -> None:
     requests = [make_request(str(i), [7], SamplingParams(temperature=one[1]), seed=i) for i, one in enumerate(batch)]
     budgets = [TreeBudget(nodes, 99, min_path_prob=least) for _, _, nodes, least in batch]
     groups = [several for several, *_ in batch]
     is_pruned = [all(one.distribution is None for tree in several for one in tree.draws) for several in groups]
-    natively, plainly = Pruning(_trained(seed, requests)), Pruning(_trained(seed, requests))
+    calibration = _trained(seed, requests)
+    merging = Pruning(calibration)
     for _ in range(2):  # the second time with what was learned of the first
-        found = natively.merge(requests, groups, budgets, is_pruned)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pruning, "library", lambda: None)
-            wanted = plainly.merge(requests, groups, budgets, is_pruned)
-        assert list(map(as_values, found)) == list(map(as_values, wanted))
-        assert [tree.depths for tree in found] == [tree.depths for tree in wanted]
-        for request, tree in zip(requests, found, strict=True):
-            path = tree.path(len(tree) - 1)
-            natively.observe(request, tree, Acceptance(path, 0))
-            plainly.observe(request, tree, Acceptance(path, 0))
+        merged = merging.merge(requests, groups, budgets, is_pruned)
+        for request, budget, several, prunes, tree in zip(requests, budgets, groups, is_pruned, merged, strict=True):
+            wanted = TokenTree.merge(several)
+            if prunes:
+                weighed = weigh(request, wanted, calibration, merging.rivals)
+                nodes = kept_nodes(weighed.path_prob, budget)
+                wanted = wanted.keep(nodes)
+                kept = merging.pruned[request.request_id]
+                assert kept.ranks[1:].tolist() == [weighed.ranks[node] for node in nodes[1:]]
+                assert kept.alone[1:].tolist() == [weighed.alone[node] for node in nodes[1:]]
+            assert as_values(tree) == as_values(wanted)
+            assert tree.depths == wanted.depths
+        for request, tree in zip(requests, merged, strict=True):
+            merging.observe(request, tree, Acceptance(tree.path(len(tree) - 1), 0))
 
 
 def test_merged_trees_merge_again_with_their_distributions() -> None:

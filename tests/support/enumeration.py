@@ -17,6 +17,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from levels import Node, draw, nodes_of
 from slow_growth import F32, Wish, slow_tree
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
@@ -24,8 +25,8 @@ from specinfer.core.tree import Draw, TokenTree, TreeBudget
 from specinfer.drafters.growth import draft_sampling
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates
-from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
-from specinfer.drafters.growth.wanted_nodes import Node
+from specinfer.drafters.growth.frontier import Level
+from specinfer.drafters.growth.tree_batch import GrowingTree, TreeBatch
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.verify import Acceptance, Probs, RandomSource
 from tiny import make_request
@@ -169,7 +170,7 @@ class EnumeratedDrafter:
             if budget.max_nodes
         }
         tree_batch = TreeBatch(list(growing.values()), self.calibration)
-        while nodes := tree_batch.wanted():
+        while nodes := nodes_of(tree_batch.level()):
             width = max(node.width for node in nodes)  # as many are drawn for each
             tree_batch.extend(_joined([self._candidates(node._replace(width=width)) for node in nodes]))
         for i, growing_tree in growing.items():
@@ -209,7 +210,7 @@ class EnumeratedDrafter:
         """The real drawing with noise that makes the races end this way; its distributions as the fractions they
         are."""
 
-        def noise(nodes: Sequence[Node], ids: torch.Tensor, *, draws: int = 1) -> torch.Tensor:
+        def noise(nodes: Level, ids: torch.Tensor, *, draws: int = 1) -> torch.Tensor:
             assert len(nodes) == 1
             assert draws <= len(orders)
             rows = [[1000.0 * (token in order and len(ids[0]) - order.index(token)) for token in ids[0].tolist()]
@@ -220,10 +221,13 @@ class EnumeratedDrafter:
         if self.token_map is not None:
             logits = logits[:, self.token_map.ids]
         with mock.patch.object(draft_sampling, "_own_noise", noise):
-            row = draft_sampling.draw(self.drawing, logits, [node], self.token_map)
-        exact = [[Fraction(p).limit_denominator(1000) for p in probs] for probs in row.probs.tolist()]
+            row = draw(self.drawing, logits, [node], self.token_map)
+        drawn = row.drawn_from
+        if drawn is None:
+            return row
+        exact = [[Fraction(p).limit_denominator(1000) for p in probs] for probs in drawn.probs.tolist()]
         assert all(not distribution or sum(distribution) == 1 for distribution in exact)
-        return replace(row, probs=np.array(exact, dtype=object).reshape(row.probs.shape))
+        return replace(row, drawn_from=replace(drawn, probs=np.array(exact, dtype=object).reshape(drawn.probs.shape)))
 
 
 class DeviceDrafter(EnumeratedDrafter):
@@ -269,8 +273,16 @@ class DeviceDrafter(EnumeratedDrafter):
 def _joined(rows: Sequence[Candidates]) -> Candidates:
     if len(rows) == 1:
         return rows[0]
-    fields = ("tokens", "confidence", "support", "probs", "places")
-    return replace(rows[0], **{name: np.concatenate([getattr(row, name) for row in rows]) for name in fields})
+    drawn = [row.drawn_from for row in rows]
+
+    def column(name: str, owners: Sequence[Any]) -> np.ndarray:
+        return np.concatenate([getattr(one, name) for one in owners])
+
+    return Candidates(
+        column("tokens", rows),
+        column("confidence", rows),
+        drawn[0] and replace(drawn[0], **{name: column(name, drawn) for name in ("token_ids", "probs", "places")}),
+    )
 
 
 def calibrated(seed: int, *names: str) -> Calibration:

@@ -12,7 +12,7 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates
-from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
+from specinfer.drafters.growth.tree_batch import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
@@ -146,8 +146,8 @@ class SimulatedDrafting:
         pairs = zip(spans, budgets, strict=True)
         growing = [GrowingTree(span.request, budget, "draft") for span, budget in pairs if budget.max_nodes]
         tree_batch, num_levels = TreeBatch(growing, self.calibration), 0
-        while nodes := tree_batch.wanted():
-            tree_batch.extend(self._candidates(len(nodes)))
+        while level := tree_batch.level():
+            tree_batch.extend(self._candidates(len(level)))
             num_levels += 1
         grown = iter(growing)
         roots = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
@@ -159,8 +159,7 @@ class SimulatedDrafting:
         others = (1 - first) * 0.45 * 0.5 ** np.arange(BEST_FIRST_WIDTH - 1)
         sure = -np.sort(-np.concatenate([first, others], axis=1), axis=1).astype(np.float32)
         tokens = np.tile(np.arange(BEST_FIRST_WIDTH), (num_nodes, 1))
-        none = np.empty((num_nodes, 0))
-        return Candidates(tokens, sure, none.astype(np.int64), none, np.full(tokens.shape, -1))
+        return Candidates(tokens, sure)
 
     def accepted(self, tree: TokenTree) -> Acceptance:
         """Draw what is accepted of a tree, and count the tokens expected of it."""

@@ -35,15 +35,15 @@ from enumeration import (
     tokens_per_step,
     total_variation,
 )
+from levels import Node
 from slow_growth import F32, Wish, slow_tree, tree_one_by_one
 from specinfer.core import rules
 from specinfer.core.thought import Reasoning, Thought
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
-from specinfer.drafters.growth import expansion
-from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.growth import tree_batch
+from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates
-from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.verify import Acceptance, verify_coupled
@@ -58,7 +58,7 @@ SURE = (1, 2, 3, 5)  # weights of distributions without zeros
 @pytest.fixture(autouse=True)
 def _narrow_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Best first draws more candidates for a node than it takes; two or three show all that can happen."""
-    monkeypatch.setattr(expansion, "BEST_FIRST_WIDTH", 2)
+    monkeypatch.setattr(tree_batch, "BEST_FIRST_WIDTH", 2)
 
 
 def check(trees: Trees, target: Model) -> None:
@@ -163,7 +163,7 @@ class TellingDrafter(EnumeratedDrafter):
         row = super()._drawn(node, orders)
         distribution = [*self.model.distribution(node.path), 0]
         probable = np.array([[float(distribution[token]) for token in row.tokens[0]]], dtype=np.float32)
-        return replace(row, confidence=np.where(row.places < 0, probable, row.confidence))
+        return replace(row, confidence=np.where(row.drawn_from.places < 0, probable, row.confidence))
 
 
 class AnyChances:
@@ -175,14 +175,17 @@ class AnyChances:
     def acceptance_prob(self, source: str, ranks: Any, confidence: Any) -> Any:
         return np.vectorize(self._one)(np.broadcast_to(ranks, np.shape(confidence)), confidence)
 
+    def lines(self, source: str) -> Any:
+        heights = [self._one(rank, line) for rank in range(RANKS) for line in range(len(MIDDLE) + 1)]
+        return np.array(heights), np.zeros(len(heights))
+
     def by_rank(self, source: str) -> Any:
-        return np.array([self._one(rank, 0) for rank in range(3)])
+        return np.array([self._one(rank, 0) for rank in range(RANKS)])
 
 
 def test_a_choice_next_to_a_draw_does_not_reveal_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the chosen siblings are depends on the draw. If their worth did, too, it would decide about the draw."""
-    monkeypatch.setattr(expansion, "BEST_FIRST_WIDTH", 3)
-    monkeypatch.setattr(expansion, "library", lambda: None)  # native code reads lines; these chances lie on none
+    monkeypatch.setattr(tree_batch, "BEST_FIRST_WIDTH", 3)
     # One of few pairs of models that have guesses near the limit of what is taken.
     target, q = Model(387, weights=(1, 2, 4, 9)), Model(887, weights=(1, 2, 4, 9))
     distances = {

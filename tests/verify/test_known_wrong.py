@@ -11,7 +11,7 @@ import pytest
 from enumeration import DeviceDrafter, EnumeratedDrafter, Forks, Model, Rule, calibrated, distance, every, every_tree_of
 from slow_growth import F32
 from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
-from specinfer.drafters.growth import expansion
+from specinfer.drafters.growth import tree_batch
 from specinfer.drafters.growth.draft_sampling import Candidates
 from specinfer.verify import Probs, SeededSource, multi_step, traversal, verify_multi_step, verify_traversal
 
@@ -72,7 +72,7 @@ WRONG_TREES = {
 
 @pytest.mark.parametrize("name", WRONG_TREES)
 def test_known_wrong_trees_are_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expansion, "BEST_FIRST_WIDTH", 2)
+    monkeypatch.setattr(tree_batch, "BEST_FIRST_WIDTH", 2)
     wrong = WRONG_TREES[name]
     distances: dict[Rule, list[Fraction]] = {rule: [] for rule in RULES}
     for seed, (target, q) in enumerate(MODELS, start=1):
@@ -88,7 +88,7 @@ class TellingDrafter(DeviceDrafter):
     """Chooses among candidates by the probability of each drawn token itself."""
 
     def confidence(self, row: Candidates, rank: int) -> np.float32:
-        return F32(row.probs[0][row.places[0, rank]])
+        return F32(row.drawn_from.probs[0][row.drawn_from.places[0, rank]])
 
 
 @pytest.mark.parametrize("rule", RULES)

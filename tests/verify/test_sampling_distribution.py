@@ -19,13 +19,12 @@ import pytest
 import torch
 
 import reference
+from levels import Node, draw
 from on_device import load_plain, make_device_engine, run_on_device
 from specinfer import LLM, SamplingParams
 from specinfer.core.noise import derive_seed
 from specinfer.core.request import Span
 from specinfer.core.tree import OFF, TreeBudget
-from specinfer.drafters.growth.draft_sampling import draw
-from specinfer.drafters.growth.wanted_nodes import Node
 from specinfer.model.load import LoadedModel
 from specinfer.ops import chance_table, plain_drawn, tree_ops
 from specinfer.ops.plain_draft import path_probs

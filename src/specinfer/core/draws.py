@@ -4,6 +4,7 @@ A step has hundreds of draws, and hardly any is looked at alone. So drafters, me
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple, Protocol
 
@@ -49,6 +50,45 @@ class DistributionPool(Protocol):
     """Distributions by number, made when they are looked at."""
 
     def __getitem__(self, number: int, /) -> Distribution | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnFrom:
+    """Distributions that the children of several nodes were drawn from. That of a child has a number, see `numbers`.
+
+    Attributes:
+        token_ids, probs: [nodes, support] tokens that could be drawn, and their probabilities.
+        places: [nodes, most] indices of those drawn, in draw order; -1 for children that were chosen, which come last.
+        is_replaced: Whether each was drawn from the whole distribution, those drawn before it not removed.
+    """
+
+    token_ids: Ints
+    probs: Floats
+    places: Ints
+    is_replaced: bool = False
+
+    def numbers(self, nodes: Ints, ranks: Ints) -> Ints:
+        """Return the numbers of these children of these nodes."""
+        return np.asarray(nodes * self.places.shape[1] + ranks)
+
+    def __getitem__(self, number: int) -> Distribution:
+        node, rank = divmod(number, self.places.shape[1])
+        removed = () if self.is_replaced else tuple(self.places[node, :rank].tolist())
+        return Distribution(self.token_ids[node], self.probs[node], removed)
+
+    def addresses(self, numbers: Ints) -> Ints:
+        """Return what native walks need of each, [numbers, 5]; addresses are valid as long as the arrays are kept.
+
+        These are the addresses of the tokens, of their probabilities (before the removal of those drawn earlier), their
+        number, the address of the places that were drawn earlier, and how many these are.
+        """
+        nodes, ranks = np.divmod(numbers, self.places.shape[1])
+        found = np.empty((len(numbers), 5), dtype=np.int64)
+        for column, array in ((0, self.token_ids), (1, self.probs), (3, self.places)):
+            assert array.shape[1] <= 1 or array.strides[1] == array.itemsize  # of a single column NumPy's is arbitrary
+            found[:, column] = array.ctypes.data + nodes * array.strides[0]
+        found[:, 2], found[:, 4] = self.token_ids.shape[1], 0 if self.is_replaced else ranks
+        return found
 
 
 class Draws(NamedTuple):

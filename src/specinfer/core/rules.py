@@ -15,7 +15,7 @@ class Rule(NamedTuple):
         draft_samplings: Kinds of draft sampling that it supports, its own first.
         algorithm: The paper's algorithm as "module:function", imported when it is used, for a rule with random numbers.
             None if trees are walked along the tokens of plain decoding.
-        cpu_walk: Number of its walk in the native code (`toss.h`), or None.
+        cpu_walk: Number of its walk in the native code (`stochastic_walk.h`), or None.
         gpu_walk: Name of its walk among the operations of a device, or None.
     """
 

@@ -15,7 +15,7 @@ from specinfer.core.request import Request
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, HeadRunner
 from specinfer.drafters.growth.draft_sampling import draw
-from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
+from specinfer.drafters.growth.tree_batch import GrowingTree, TreeBatch
 from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.vocabulary.token_map import Known
 from specinfer.model.batch import Piece, pack
@@ -112,12 +112,12 @@ class AssistantDrafter(FeatureDrafter):
     def _grow(self, growing_trees: list[GrowingTree]) -> None:
         tree_batch = TreeBatch(growing_trees, self._calibration)
         features = [self._first_feature(tree.request) for tree in growing_trees]  # [1 + computed, width] of each
-        while nodes := tree_batch.wanted():
+        while level := tree_batch.level():
             growing = [tree for tree in growing_trees if tree.frontier]
             logits, outputs = self.runner.score([self._level(tree, features[tree.index]) for tree in growing])
             for tree, new in zip(growing, outputs.split([len(tree.frontier) for tree in growing]), strict=True):
                 features[tree.index] = torch.cat([features[tree.index], new])
-            self._extend(tree_batch, nodes, draw(self.draft_sampling, self.vocabulary.compact(logits), nodes))
+            self._extend(tree_batch, level, draw(self.draft_sampling, self.vocabulary.compact(logits), level))
 
     def _first_feature(self, request: Request) -> Tensor:
         end = len(request.token_ids) - 1

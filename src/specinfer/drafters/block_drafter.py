@@ -17,8 +17,8 @@ from specinfer.core.request import Request
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, HeadRunner
 from specinfer.drafters.growth.draft_sampling import Candidates, chooses_for, draw
-from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
-from specinfer.drafters.growth.wanted_nodes import WantedNodes
+from specinfer.drafters.growth.frontier import Level
+from specinfer.drafters.growth.tree_batch import GrowingTree, TreeBatch
 from specinfer.model.batch import Piece
 from specinfer.model.heads.head import Block, FeatureHead
 from specinfer.model.kv_cache import Slots
@@ -96,16 +96,16 @@ class BlockDrafter(FeatureDrafter):
         tree_batch = TreeBatch(growing_trees, self._calibration)
         rows = self._cache.score([growing_tree.request for growing_tree in growing_trees])
         rows = rows._replace(logits=self.vocabulary.compact(rows.logits))
-        while nodes := tree_batch.wanted():
-            self._extend(tree_batch, nodes, self._candidates(rows, growing_trees, nodes))
+        while level := tree_batch.level():
+            self._extend(tree_batch, level, self._candidates(rows, growing_trees, level))
 
-    def _candidates(self, rows: _Rows, growing_trees: Sequence[GrowingTree], nodes: WantedNodes) -> Candidates:
+    def _candidates(self, rows: _Rows, growing_trees: Sequence[GrowingTree], level: Level) -> Candidates:
         """Return the candidates of the wanted nodes, tree by tree."""
         growing = [tree for tree in growing_trees if tree.frontier]
         counts = [len(tree.frontier) for tree in growing]
         places = [tree.index * self.kind.max_depth + tree.num_levels for tree in growing]
         if not self._head.is_pairwise and all(self._is_free(tree.request, tree.num_levels) for tree in growing):
-            firsts = WantedNodes([run._replace(depths=run.depths[:1]) for run in nodes.runs])
+            firsts = Level([one._replace(depths=one.depths[:1]) for one in level.frontiers])
             logits = rows.logits.index_select(0, torch.tensor(places, device=rows.logits.device))
             alike = draw(self.draft_sampling, logits, firsts, self.vocabulary.token_map)
             return _repeated(alike, counts)
@@ -116,7 +116,7 @@ class BlockDrafter(FeatureDrafter):
             logits, accepted = self._head.conditional(
                 logits, rows.hidden.index_select(0, index), torch.tensor(last, device=logits.device)
             )
-        candidates = draw(self.draft_sampling, logits, nodes, self.vocabulary.token_map)
+        candidates = draw(self.draft_sampling, logits, level, self.vocabulary.token_map)
         return candidates if accepted is None else _scaled(candidates, accepted)
 
     def _is_free(self, request: Request, depth: int) -> bool:
@@ -126,13 +126,7 @@ class BlockDrafter(FeatureDrafter):
 
 def _repeated(candidates: Candidates, counts: Sequence[int]) -> Candidates:
     """Return each row of chosen candidates as often as its tree has nodes."""
-    return Candidates(
-        np.repeat(candidates.tokens, counts, axis=0),
-        np.repeat(candidates.confidence, counts, axis=0),
-        np.repeat(candidates.support, counts, axis=0),
-        np.repeat(candidates.probs, counts, axis=0),
-        np.repeat(candidates.places, counts, axis=0),
-    )
+    return Candidates(np.repeat(candidates.tokens, counts, axis=0), np.repeat(candidates.confidence, counts, axis=0))
 
 
 def _scaled(candidates: Candidates, accepted: Tensor) -> Candidates:

@@ -5,33 +5,29 @@ requests.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specinfer.core.draws import Distribution, Draws, Ints
 from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import Request
-from specinfer.core.tree import TokenTree, TreeArrays, TreeBudget, depths_of
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.drafter_cache import DrafterCache
-from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, places_by_key, source
+from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration, source
 from specinfer.drafters.growth.draft_sampling import chooses_for, sampling_of
-from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
-from specinfer.drafters.growth.subtree_size import BIN_EDGES
+from specinfer.drafters.growth.tree_batch import BEST_FIRST_WIDTH
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.runner import ModelRunner
 from specinfer.ops.cpu.choice import SUPPORT
-from specinfer.ops.cpu.draft import DRAWN, NOISY, DecoderParts, DraftCall, Drafted, DraftTree, DrawnFrom, GrowthRules
-from specinfer.ops.cpu.toss import sources_at
+from specinfer.ops.cpu.draft import DRAWN, NOISY, DecoderParts, DraftCall, DraftTree, GrowthRules
 from specinfer.verify.logits import is_adjusted, log_min_p
 
 MAX_READ = 64  # known tokens of a request that a draft reads; more are read before
-_RULES = GrowthRules(SUPPORT, BEST_FIRST_WIDTH, BIN_EDGES, MIDDLE, RANKS)
+_RULES = GrowthRules(SUPPORT, BEST_FIRST_WIDTH, MIDDLE, RANKS)
 
 
 class Wanted(NamedTuple):
@@ -102,13 +98,13 @@ class DraftLoop:
                 num_new[i] = self._num_new(request)
         alive: list[object] = []
         trees = [self._tree(one, num, alive) for one, num in zip(wanted, num_new, strict=True)]
-        drafted = call(trees)
-        for (request, _), num, tree in zip(wanted, num_new, drafted, strict=True):
+        grown = call(trees, self._name)
+        for (request, _), num, (tree, num_computed) in zip(wanted, num_new, grown, strict=True):
             self._cache.note_read(request, num)
-            cache.give_back(request.request_id, tree.num_computed)
-            if tree.drawn_from is not None:
-                request.num_draws[self._name] += 1 + tree.num_computed
-        return [GrownTree(self._token_tree(tree), range(1, tree.num_computed + 1)) for tree in drafted]
+            cache.give_back(request.request_id, num_computed)
+            if not tree.is_chosen:
+                request.num_draws[self._name] += 1 + num_computed
+        return [GrownTree(tree, range(1, num_computed + 1)) for tree, num_computed in grown]
 
     def _num_new(self, request: Request) -> int:
         """Return the number of known tokens that the model has not computed."""
@@ -183,36 +179,3 @@ class DraftLoop:
                 tree.choice = NOISY
             tree.top_k, tree.top_p, tree.log_min_p = params.top_k, params.top_p, log_min_p(params)
         return tree
-
-    def _token_tree(self, drafted: Drafted) -> TokenTree:
-        depths = np.array(depths_of(drafted.parents.tolist()), dtype=np.int64)
-        draws = Draws.chosen(drafted.confidence[1:], self._name)
-        if drafted.drawn_from is not None:
-            pool = _Distributions(drafted.parents, drafted.drawn_from)
-            draws = draws._replace(numbers=draws.nodes, pools=(pool,))
-        return TokenTree.from_arrays(TreeArrays(drafted.tokens, drafted.parents, depths, draws))
-
-
-class _Distributions:
-    """The distributions that the nodes of a tree were drawn from, by node.
-
-    Args:
-        parents: [nodes] the parent of each node; a node's children are in draw order.
-    """
-
-    def __init__(self, parents: Ints, drawn_from: DrawnFrom) -> None:
-        self._parents, self._from = parents, drawn_from
-
-    @cached_property
-    def _ranks(self) -> Ints:
-        """Each node's number among the children of its parent, [nodes]."""
-        return places_by_key(self._parents)
-
-    def __getitem__(self, node: int) -> Distribution:
-        parent, rank = self._parents[node], self._ranks[node]
-        removed = tuple(self._from.places[parent, :rank].tolist())
-        return Distribution(self._from.candidates[parent], self._from.probs[parent], removed)
-
-    def sources(self, nodes: Ints) -> Ints:
-        """Return what these nodes were drawn from, [nodes, 5], as in `ops/cpu/toss.py`."""
-        return sources_at(*self._from, self._parents[nodes], self._ranks[nodes])

@@ -19,7 +19,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.draft_loop import DraftLoop, TreeGrower
 from specinfer.drafters.drafter_cache import DrafterCache
-from specinfer.drafters.growth.expansion import GrowingTree
+from specinfer.drafters.growth.tree_batch import GrowingTree
 from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.merge.scoring import Scoring
 from specinfer.drafters.small_model import REPLAYED_TOGETHER, SmallModelDrafter

@@ -15,7 +15,7 @@ from specinfer.core.lookups import SELF_DRAFTERS
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.drafter_cache import DrafterCache
-from specinfer.drafters.growth.expansion import GrowingTree
+from specinfer.drafters.growth.tree_batch import GrowingTree
 from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.small_model import REPLAYED_TOGETHER, SmallModelDrafter
 from specinfer.drafters.sparse_context import kept_places

@@ -15,8 +15,8 @@ from specinfer.drafters.draft_loop import DraftLoop, TreeGrower, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates, draw
-from specinfer.drafters.growth.expansion import GrowingTree, TreeBatch
-from specinfer.drafters.growth.wanted_nodes import Node
+from specinfer.drafters.growth.tree_batch import GrowingTree, TreeBatch
+from specinfer.drafters.growth.frontier import Level
 from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.merge.scoring import Losses, Scoring
 from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary
@@ -189,19 +189,19 @@ class SmallModelDrafter:
     def _grow(self, growing_trees: list[GrowingTree]) -> None:
         tree_batch = TreeBatch(growing_trees, self._calibration)
         logits = self._cache.catch_up([growing_tree.request for growing_tree in growing_trees])
-        nodes = tree_batch.wanted()
-        while nodes:
-            candidates = draw(self.draft_sampling, self.vocabulary.compact(logits), nodes, self.vocabulary.token_map)
-            self._extend(tree_batch, nodes, candidates)
-            nodes = tree_batch.wanted()
-            if nodes:
+        level = tree_batch.level()
+        while level:
+            candidates = draw(self.draft_sampling, self.vocabulary.compact(logits), level, self.vocabulary.token_map)
+            self._extend(tree_batch, level, candidates)
+            level = tree_batch.level()
+            if level:
                 logits = self.runner.forward(
                     [self._frontier_piece(growing_tree) for growing_tree in growing_trees if growing_tree.frontier]
                 )
 
-    def _extend(self, tree_batch: TreeBatch, nodes: Sequence[Node], candidates: Candidates) -> None:
+    def _extend(self, tree_batch: TreeBatch, level: Level, candidates: Candidates) -> None:
         if self._scoring:
-            self._scoring.note(nodes, candidates)
+            self._scoring.note(level, candidates)
         tree_batch.extend(candidates)
 
     def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:

@@ -23,7 +23,7 @@ from specinfer.model.kv_cache import NO_SLOTS, Slots
 from specinfer.model.recurrent import scan as scans
 from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.ops import AdapterRows, AdapterRuns, AdapterTable, FlatPieces, NativePieces, library
-from specinfer.ops.cpu.sight import sight
+from specinfer.ops.cpu.tree_mask import tree_mask
 from specinfer.ops.kv_types import KVScales
 from specinfer.ops.tree_layout import TreeLayout
 
@@ -81,7 +81,7 @@ class Piece:
             visible = np.tri(num_chain, dtype=np.bool_)
             places = range(start, start + num_chain)
             return cls(chain, places, prefix_slots, slots, visible, 0, num_known=num_chain)
-        visible, positions = sight(num_chain, tree, start)
+        visible, positions = tree_mask(num_chain, tree, start)
         nodes = tree.arrays.tokens  # from the chain's last token on
         tokens = nodes if num_chain == 1 else np.concatenate([np.array(chain[:-1], dtype=np.int64), nodes])
         return cls(tokens, positions, prefix_slots, slots, visible, len(tree), num_known=num_chain)

@@ -17,7 +17,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
-from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
+from specinfer.drafters.growth.tree_batch import BEST_FIRST_WIDTH
 from specinfer.drafters.kind import kind_of
 from specinfer.drafters.merge.merged import parts_of, reads_prompts
 from specinfer.model.batch import Piece

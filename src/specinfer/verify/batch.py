@@ -15,7 +15,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.ops import computing_alone
 from specinfer.ops.cpu import transfers
 from specinfer.ops.cpu.choice import choose_token, chooses
-from specinfer.ops.cpu.toss import toss_trees
+from specinfer.ops.cpu.stochastic_walk import walk_stochastic
 from specinfer.ops.cpu.walk import walk_trees
 from specinfer.ops.tree_ops import NAN, NO_VALID_TOKEN
 from specinfer.verify.acceptance import Acceptance
@@ -91,7 +91,7 @@ def _toss_natively(
 ) -> list[Acceptance]:
     temperatures = [request.params.temperature for request in requests]
     states = [request.uniforms.state for request in requests]
-    found = toss_trees(logits, trees, temperatures, [RULES[rule].cpu_walk or 0 for rule in rules], states)
+    found = walk_stochastic(logits, trees, temperatures, [RULES[rule].cpu_walk or 0 for rule in rules], states)
     for request, (_, _, state) in zip(requests, found, strict=True):
         request.uniforms.state = state
     return [Acceptance(() if token < 0 else path, token) for path, token, _ in found]

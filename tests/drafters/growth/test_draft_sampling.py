@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import reference
+from levels import Node, draw
 from specinfer.core.request import Request
 from specinfer.core.rules import DRAFT_SAMPLINGS
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution
-from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates, draw
-from specinfer.drafters.growth.wanted_nodes import Node
+from specinfer.drafters.growth.draft_sampling import CHOSEN, Candidates
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.ops.cpu import transfers
 from specinfer.ops.cpu.choice import SUPPORT
@@ -216,7 +216,8 @@ def test_the_confidence_of_a_draw_does_not_depend_on_the_token_drawn(way: str) -
     """Guesses are taken by their confidence: one that knew its token would bias what is taken."""
     request, row = _request(), _logits(1)
     found = draw(way, row.expand(50, -1), [Node(request, (), 4)] * 50)
-    drawn = found.places >= 0
+    assert found.drawn_from is not None
+    drawn = found.drawn_from.places >= 0
     assert len(set(found.tokens[drawn].tolist())) > 1
     assert len(set(found.confidence[drawn].tolist())) == 1
 
@@ -295,15 +296,6 @@ def test_tokens_that_cannot_be_emitted_are_no_candidates(way: str, temperature: 
         assert sorted(_tokens(found, 1)) == [0, 1]
     assert _tokens(found, 2) == []
     assert np.isfinite(found.confidence).all()
-
-
-@pytest.mark.parametrize(("place", "was_drawn"), [(-1, False), (0, True), (3, True)])
-def test_one_drawn_candidate_is_enough_for_distributions(place: int, was_drawn: bool) -> None:
-    support = np.arange(4)[None]
-    places = np.array([[-1, place]])
-    tokens = np.array([[5, 6]])
-    drawn = Candidates(tokens, tokens.astype(np.float32), support, support / 6, places)
-    assert drawn.has_distributions == was_drawn
 
 
 # ------------------------------------------------------------------------------------- a rule each

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.core.draws import Floats, Ints
+from specinfer.core.draws import Floats
 from specinfer.core.lookups import is_self
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
@@ -239,16 +239,3 @@ class Observed(NamedTuple):
 
     names: list[str]
     tree: Verified
-
-
-def places(owners: Ints) -> Ints:
-    """Return each element's index among those of its owner, [n], from 0; the owners must ascend."""
-    return np.asarray(np.arange(len(owners)) - owners.searchsorted(owners))
-
-
-def places_by_key(keys: Ints) -> Ints:
-    """Return each element's index among those with the same key, [n], from 0."""
-    order = keys.argsort(kind="stable")
-    found = np.empty_like(order)
-    found[order] = places(keys[order])
-    return found

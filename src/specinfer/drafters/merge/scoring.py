@@ -17,7 +17,7 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.growth.draft_sampling import Candidates, chooses_for, draw
-from specinfer.drafters.growth.wanted_nodes import Node
+from specinfer.drafters.growth.frontier import Frontier, Level
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 
 MAX_SCORED = 64  # tokens scored at a time: older ones hardly count, and logits take memory
@@ -119,14 +119,16 @@ class Scoring:
             return []
         view.token_ids = list(ids[:start])
         path = tuple(ids[start:end])
-        nodes = [Node(view, path[:i], 1) for i in range(len(path))]
-        candidates = draw(self._draft_sampling, logits, nodes, self._token_map)
+        level = Level([Frontier(view, range(len(path)), lambda i: path[:i], 1)])
+        candidates = draw(self._draft_sampling, logits, level, self._token_map)
         return [_loss(view, candidates, row, token) for row, token in enumerate(path)]
 
-    def note(self, nodes: Sequence[Node], candidates: Candidates) -> None:
+    def note(self, level: Level, candidates: Candidates) -> None:
         """Record what the drafter would draft at these nodes, whose rows are those of the candidates."""
-        for row, node in enumerate(nodes):
-            self._accounts[node.request.request_id].drafted[node.path] = (candidates, row)
+        for frontier, start in zip(level.frontiers, level.starts, strict=False):
+            drafted = self._accounts[frontier.request.request_id].drafted
+            for i in range(len(frontier.depths)):
+                drafted[frontier.path_of(i)] = (candidates, start + i)
 
     def settle(self, request: Request, tokens: Sequence[int]) -> None:
         """Score the target tokens emitted after the root, as far as its own tree shows what it would have drafted."""
@@ -212,9 +214,10 @@ def _losses_along(request: Request, tokens: Sequence[int], account: _Account) ->
 
 
 def _loss(request: Request, candidates: Candidates, row: int, token: int) -> float:
-    if candidates.whole is None or candidates.places[row, 0] < 0:
+    drawn = candidates.drawn_from
+    if candidates.whole is None or drawn is None or drawn.places[row, 0] < 0:
         return float(candidates.tokens[row, 0] != token)
-    return 1.0 - float(candidates.whole[row][candidates.support[row] == token].sum())
+    return 1.0 - float(candidates.whole[row][drawn.token_ids[row] == token].sum())
 
 
 def _as_text(request: Request, is_chosen: bool) -> Request:

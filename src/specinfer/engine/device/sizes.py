@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH
+from specinfer.drafters.growth.tree_batch import BEST_FIRST_WIDTH
 from specinfer.drafters.kind import DraftKind
 from specinfer.engine.device.growth import DraftShape
 from specinfer.model.graphs.sizes import at_least

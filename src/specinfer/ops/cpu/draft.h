@@ -1,6 +1,6 @@
 // A whole draft in one call: the passes of a small model or a head, and what grows from their scores, level by level.
 //
-// The steps are those of small_model.py, draft_sampling.py and expansion.py for tokens that are chosen, or drawn without
+// The steps are those of small_model.py, draft_sampling.py and tree_batch.py for tokens that are chosen, or drawn without
 // replacement. A level takes the nodes of all trees together: embedding, layers, norm and head, then each node's candidates, then growth.
 
 template <class T>
@@ -68,7 +68,7 @@ struct Drafting {
         }
     }
 
-    // That a tree can be offered; a fixed expansion is offered what it takes.
+    // The largest number of guesses that a tree is offered. A fixed expansion takes all of them.
     int64_t most_guesses(const DraftTree &tree) const {
         return tree.widths ? tree.max_nodes : (tree.max_nodes + 1) * d->breadth;
     }

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
+from specinfer.core.draws import DrawnFrom, Draws, Floats, Ints
+from specinfer.core.tree import TokenTree, TreeArrays, depths_of
 from specinfer.ops.cpu.decoder import LayersCall
+from specinfer.ops.cpu.growth import BIN_EDGES
 from specinfer.ops.cpu.layer_inputs import LayerInputsCall
 from specinfer.ops.cpu.library import call
 from specinfer.ops.cpu.linear_call import LinearCall
 from specinfer.ops.cpu.panels import TYPES
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 BEST, NOISY, DRAWN = range(3)  # how children are chosen, as in types.h
 
 
@@ -128,38 +128,13 @@ class GrowthRules(NamedTuple):
     Attributes:
         support: Number of candidates that probabilities cover.
         breadth: Most children of a node, best first.
-        edges, middles: As in `GrowthCall`.
-        ranks: Ranks of a calibration.
+        middles, ranks: Where the lines of a calibration meet, and its number of ranks.
     """
 
     support: int
     breadth: int
-    edges: Floats
     middles: Floats
     ranks: int
-
-
-class DrawnFrom(NamedTuple):
-    """The distributions that the children of each node were drawn from, by node.
-
-    Attributes:
-        candidates, probs: [nodes, support] tokens that could be drawn, and their probabilities.
-        places: [nodes, support] indices of the tokens drawn, in draw order; further ones have no meaning.
-    """
-
-    candidates: Ints
-    probs: Floats
-    places: Ints
-
-
-class Drafted(NamedTuple):
-    """A tree: tokens and parents of all nodes, from the root, and the confidence in each; the root's has no meaning."""
-
-    tokens: Ints
-    parents: Ints
-    confidence: Floats
-    num_computed: int
-    drawn_from: DrawnFrom | None  # None if all were chosen
 
 
 def _features(parts: FeatureParts) -> _Features:
@@ -193,7 +168,7 @@ class DraftCall:
         draft.norm, draft.head = None if parts.norm is None else parts.norm.data_ptr(), parts.head.address
         draft.token_map, draft.columns = None if token_map is None else token_map.data_ptr(), columns
         draft.support, draft.breadth, draft.ranks = rules.support, rules.breadth, rules.ranks
-        draft.edges, draft.bins = rules.edges.ctypes.data, len(rules.edges) + 1
+        draft.edges, draft.bins = BIN_EDGES.ctypes.data, len(BIN_EDGES) + 1
         draft.middles, draft.middles_count = rules.middles.ctypes.data, len(rules.middles)
         draft.embedding_scale, draft.eps = parts.embedding_scale, parts.eps
         if parts.features is not None:
@@ -202,8 +177,15 @@ class DraftCall:
         self._address = ctypes.addressof(draft)
         self._nodes: tuple[Ints, Floats] = np.empty((2, 0), dtype=np.int64), np.empty(0)
 
-    def __call__(self, trees: Sequence[DraftTree]) -> list[Drafted]:
-        """Read the known tokens and grow the trees; keys and values are in the trees' slots afterwards."""
+    def __call__(self, trees: Sequence[DraftTree], drafter: str) -> list[tuple[TokenTree, int]]:
+        """Read the known tokens and grow the trees; keys and values are in the trees' slots afterwards.
+
+        Args:
+            drafter: Name of the drafter.
+
+        Returns:
+            Each tree, and how many of its nodes but the root have keys and values.
+        """
         array, draft = (DraftTree * len(trees))(*trees), self._draft
         total = sum(tree.max_nodes + 1 for tree in trees)
         if total > len(self._nodes[1]):
@@ -213,23 +195,34 @@ class DraftCall:
         draft.count, draft.trees = len(trees), ctypes.addressof(array)
         drawn_from = self._room_for_draws(total) if any(tree.choice == DRAWN for tree in trees) else None
         call("specinfer_draft", self._address)
-        drafted, start = [], 0
+        grown, start = [], 0
         for tree in array:
             end = start + tree.size
             tokens, parents = self._nodes[0][:, start:end].copy()
-            drawn = None
+            draws = Draws.chosen(self._nodes[1][start + 1 : end].copy(), drafter)
             if drawn_from is not None and tree.choice == DRAWN:
                 candidates, probs, places = drawn_from
-                drawn = DrawnFrom(candidates[start:end], probs[start:end], places[start:end])
-            drafted.append(Drafted(tokens, parents, self._nodes[1][start:end].copy(), tree.num_computed, drawn))
+                pool = DrawnFrom(candidates[start:end], probs[start:end], places[start:end])
+                draws = draws._replace(numbers=pool.numbers(parents[1:], _ranks(parents)[1:]), pools=(pool,))
+            depths = np.array(depths_of(parents.tolist()), dtype=np.int64)
+            grown.append((TokenTree.from_arrays(TreeArrays(tokens, parents, depths, draws)), tree.num_computed))
             start += tree.max_nodes + 1
-        return drafted
+        return grown
 
-    def _room_for_draws(self, total: int) -> DrawnFrom:
+    def _room_for_draws(self, total: int) -> tuple[Ints, Floats, Ints]:
         """Return new arrays for this many nodes, to which the next call writes what children are drawn from."""
         draft = self._draft
         candidates, places = np.empty((2, total, draft.support), dtype=np.int64)
         probs = np.empty((total, draft.support))
         draft.candidates, draft.drawn, draft.probs = (array.ctypes.data for array in (candidates, places, probs))
         size = min(draft.support, draft.columns)
-        return DrawnFrom(candidates[:, :size], probs[:, :size], places)
+        return candidates[:, :size], probs[:, :size], places
+
+
+def _ranks(parents: Ints) -> Ints:
+    """Return each node's number among the children of its parent, [nodes]; these are in draw order."""
+    order = parents.argsort(kind="stable")
+    in_order = parents[order]
+    ranks = np.empty_like(order)
+    ranks[order] = np.arange(len(order)) - in_order.searchsorted(in_order)
+    return ranks

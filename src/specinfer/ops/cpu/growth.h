@@ -1,6 +1,6 @@
 // The growth of several trees by a level: which guesses below their frontiers become nodes, and which nodes are next.
 //
-// The steps are those of expansion.py, to the bit: products and sums are rounded one by one. Guesses are ordered by
+// The rule is that of tree_batch.py; tests/reference/growth.py has the same bits: products and sums are rounded one by one. Guesses are ordered by
 // the bins of their path probabilities, so that few have to be compared.
 
 #include <algorithm>
@@ -32,7 +32,9 @@ struct Counts {
     const Growth *g;
     std::vector<int64_t> of;
     std::vector<double> expected;
-    int64_t num_left = 0, last = 0, up_to = 0;  // guesses up to the last bin fill the tree: none of a later one is taken
+    // Guesses up to the last bin fill the tree: none of a later one is taken. All bins stay open to draws with
+    // replacement, which may be no further nodes.
+    int64_t num_left = 0, last = 0, up_to = 0;
 
     explicit Counts(const Growth *growth) : g(growth), of((size_t)g->bins), expected((size_t)g->bins) {}
 
@@ -45,7 +47,7 @@ struct Counts {
     void add(int64_t bin) {
         of[(size_t)bin]++;
         up_to += bin <= last;
-        while (last > 0 && up_to - of[(size_t)last] >= num_left) up_to -= of[(size_t)last--];
+        while (!g->draws && last > 0 && up_to - of[(size_t)last] >= num_left) up_to -= of[(size_t)last--];
     }
 
     bool can_take(double path_prob) const { return last == g->bins - 1 || path_prob > g->edges[last]; }
@@ -85,7 +87,24 @@ static void offer(Growth *g, Growing &tree, int64_t row, Counts &counts) {
     }
 }
 
+static int64_t known_child(const Growth *g, const Growing &tree, const Guess &guess) {
+    for (int64_t node = 1; node < tree.size; node++)
+        if (g->parents[tree.start + node] == guess.node && g->tokens[tree.start + node] == guess.token) return node;
+    return -1;
+}
+
+static void note_draw(Growth *g, const Growing &tree, const Guess &guess, int64_t node) {
+    const int64_t place = tree.open_start + g->num_draws[&tree - g->trees]++, draw[] = {node, guess.level, guess.row, guess.rank};
+    memcpy(g->draws + 4 * place, draw, sizeof draw);
+    g->draw_confidence[place] = guess.confidence;
+}
+
 static void append(Growth *g, Growing &tree, const Guess &guess) {
+    if (g->draws) {
+        const int64_t known = known_child(g, tree, guess);
+        note_draw(g, tree, guess, known < 0 ? tree.size : known);
+        if (known >= 0) return;
+    }
     const int64_t node = tree.size++, at = tree.start + node, above = tree.start + guess.node;
     tree.num_left--;
     g->tokens[at] = guess.token;
@@ -118,9 +137,9 @@ static std::vector<uint8_t> best_of(const Guess *open, int64_t num_open, int64_t
 // Make nodes of the open guesses up to a bin: all, or of too many only the best ones.
 static void take(Growth *g, Growing &tree, Counts &counts, int64_t bin) {
     Guess *open = g->open + tree.open_start;
-    const int64_t last = bin < counts.last ? bin : counts.last;
-    int64_t spare = -tree.num_left, left = 0;
+    int64_t last = bin < counts.last ? bin : counts.last, spare = -tree.num_left, left = 0;
     for (int64_t k = 0; k <= last; k++) spare += counts.of[(size_t)k];
+    while (last > 0 && spare >= counts.of[(size_t)last]) spare -= counts.of[(size_t)last--];
     std::vector<uint8_t> is_best;
     if (spare > 0) is_best = best_of(open, tree.num_open, last, spare);
     for (int64_t i = 0; i < tree.num_open; i++) {

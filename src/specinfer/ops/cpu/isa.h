@@ -42,13 +42,13 @@ void attend(const Attention *layer, const Pieces *pieces, const float *queries, 
 #include "rotate.h"
 #include "choice.h"
 #include "walk.h"
-#include "toss.h"
+#include "stochastic_walk.h"
 #include "recurrence.h"
 #include "mix.h"
 #include "experts.h"
 #include "decoder.h"
 extern const Native native = {ISA_NAME, linear, add_low_rank, norm<>, rotate, attend, mix, decode, choose, noise_of, most_probable,
-                              walk, toss, convolve, recur};
+                              walk, walk_stochastic, convolve, recur};
 #ifdef TILES
 extern const bool knows_tiles = true;
 #else

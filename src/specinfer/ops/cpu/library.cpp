@@ -318,7 +318,7 @@ PUBLIC int64_t specinfer_most_probable(const float *scores, int64_t rows, int64_
 }
 
 PUBLIC void specinfer_walk(const Walks *walks, int threads) { native->walk(walks, threads); }
-PUBLIC void specinfer_toss(const Tosses *tosses, int threads) { native->toss(tosses, threads); }
+PUBLIC void specinfer_walk_stochastic(const StochasticWalks *walks, int threads) { native->walk_stochastic(walks, threads); }
 
 PUBLIC void specinfer_convolve(const Convolution *layer, const int64_t *paths, float *result, int64_t tokens, int threads) {
     native->convolve(layer, paths, result, tokens, threads);
@@ -336,7 +336,7 @@ PUBLIC void specinfer_draft(Draft *one, int threads) { draft(one, threads); }
 
 // What the tokens of a chain and of a tree on its last one see of each other, [tokens][tokens], filled with zeros before,
 // and their positions; `start`: of the first.
-PUBLIC void specinfer_see(const int64_t *parents, int64_t nodes, int64_t chain, int64_t start, uint8_t *visible,
+PUBLIC void specinfer_tree_mask(const int64_t *parents, int64_t nodes, int64_t chain, int64_t start, uint8_t *visible,
                           int64_t *positions) {
     const int64_t root = chain - 1, tokens = root + nodes;
     for (int64_t row = 0; row < chain; row++) {

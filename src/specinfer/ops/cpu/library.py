@@ -59,14 +59,14 @@ def library() -> ctypes.CDLL:
         loaded.specinfer_most_probable.argtypes = [pointer, size, size, size, pointer, pointer, pointer]
         loaded.specinfer_most_probable.restype = size
         loaded.specinfer_walk.argtypes = [pointer, number]
-        loaded.specinfer_toss.argtypes = [pointer, number]
+        loaded.specinfer_walk_stochastic.argtypes = [pointer, number]
         loaded.specinfer_convolve.argtypes = [pointer] * 3 + [size, number]
         loaded.specinfer_recur.argtypes = [pointer] * 5 + [number]
         loaded.specinfer_grow.argtypes = [pointer]
         loaded.specinfer_merge.argtypes = [pointer]
         loaded.specinfer_count_tried.argtypes = [pointer]
         loaded.specinfer_draft.argtypes = [pointer, number]
-        loaded.specinfer_see.argtypes = [pointer, size, size, size, pointer, pointer]
+        loaded.specinfer_tree_mask.argtypes = [pointer, size, size, size, pointer, pointer]
     except (OSError, AttributeError) as error:
         raise NativeCodeError(f"the native code {built} cannot be loaded ({error}); {_REMEDY}") from error
     return loaded

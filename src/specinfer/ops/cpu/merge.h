@@ -1,6 +1,6 @@
 // The union of the trees of several drafters, for each of several requests, and which of its nodes are kept.
 //
-// The steps are those of TokenTree.merge and of pruning.py, to the bit: products and sums are rounded one by one.
+// Products and sums are rounded one by one, as in tests/reference/pruning.py.
 
 static double calibrated(const Merge *m, const double *heights, const double *slopes, int64_t rank, double confidence) {
     int64_t line = 0;
@@ -61,7 +61,7 @@ struct Union {
         return node;
     }
 
-    // The probability that one of the drafters of each node is right about it, as Pruning._alone.
+    // The probability that one of the drafters of each node is right about it, as if they were independent.
     void weigh(std::vector<double> &alone) const {
         std::vector<double> missed((size_t)size(), 1.0);
         std::vector<int64_t> seen((size_t)(size() * m->sources_count));  // draws of a source below a node so far

@@ -1,6 +1,4 @@
 // How often drafted tokens of verified trees were tried and accepted, by source, rank and confidence.
-//
-// The counts are those of `_count_plainly` in tried.py.
 
 static void count_tree(const Tried *t, const TriedTree &tree) {
     std::vector<uint8_t> is_reached((size_t)tree.size);

@@ -49,10 +49,7 @@ def count_tried(verified: Sequence[Verified], num_sources: int, edges: Floats, r
     """
     counts = np.zeros((num_sources, 2, ranks, len(edges) + 1))
     loaded = library()
-    if loaded is None:
-        for one in verified:
-            _count_plainly(one, counts, edges)
-        return counts
+    assert loaded is not None
     paths, sources = list[int](), list[int]()
     rows = []
     for one in verified:
@@ -65,20 +62,3 @@ def count_tried(verified: Sequence[Verified], num_sources: int, edges: Floats, r
     call = _Tried(len(verified), *map(address, (*numbers, edges, counts)), num_sources, len(edges), ranks)
     loaded.specinfer_count_tried(ctypes.addressof(call))
     return counts
-
-
-def _count_plainly(one: Verified, counts: Floats, edges: Floats) -> None:
-    """Add the counts of one tree, token by token."""
-    reached, seen = {0, *one.path}, dict[tuple[int, int], int]()
-    num_ranks = counts.shape[2]
-    for i, confidence in enumerate(one.confidence.tolist()):
-        node = i if one.nodes is None else int(one.nodes[i])
-        above = int(one.parents[node])
-        if above not in reached:
-            continue
-        source = one.sources[0 if one.makers is None else int(one.makers[i])]
-        rank = seen[above, source] = seen.get((above, source), -1) + 1
-        if one.ranks is not None:
-            rank = int(one.ranks[i])
-        cell = source, slice(None), min(rank, num_ranks - 1), int(np.searchsorted(edges, confidence))
-        counts[cell] += (1.0, float(node in reached))

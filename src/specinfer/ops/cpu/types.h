@@ -134,7 +134,7 @@ struct Walks {  // of several trees, whose nodes follow one another in the array
     int64_t *lengths, *next;            // [count] of the paths; the tokens after them, UNKNOWN where rounding decides
 };
 
-struct Tosses {  // walks by random numbers, of several trees as in Walks; as in toss.py
+struct StochasticWalks {  // walks by random numbers, of several trees as in Walks; as in stochastic_walk.py
     int64_t count, vocab;
     const float *const *logits;       // [count] of each tree [nodes][vocab]
     const int64_t *first;             // [count + 1] place of each root
@@ -225,6 +225,10 @@ struct Growth {  // of several trees, level by level; as in growth.py
     const int64_t *candidates;         // [nodes of the frontiers][columns]
     const float *sure;                 // the confidence in each
     int64_t columns, level;
+    // Of candidates that were drawn with replacement, else null: one that is drawn again is no further node.
+    int64_t *draws;           // [guesses][4] node, level, row and rank of each draw, from each tree's place of guesses on
+    double *draw_confidence;  // [guesses]
+    int64_t *num_draws;       // [trees]
 };
 
 enum Choice { BEST, NOISY, DRAWN };  // how children are chosen: by score, with the target's noise too, or drawn; as in draft.py
@@ -348,7 +352,7 @@ struct Native {
     int64_t (*most_probable)(const float *scores, int64_t size, int64_t count, float *values, int64_t *tokens,
                              float *room);
     void (*walk)(const Walks *, int threads);
-    void (*toss)(const Tosses *, int threads);
+    void (*walk_stochastic)(const StochasticWalks *, int threads);
     void (*convolve)(const Convolution *, const int64_t *paths, float *result, int64_t tokens, int threads);
     void (*recur)(const Recurrence *, const Scan *, float *mixed, float *rates, float *result, int threads);
 };

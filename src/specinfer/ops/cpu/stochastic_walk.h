@@ -78,7 +78,7 @@ struct Drawn {
     const int64_t *removed = nullptr;  // indices in the support
     double rest = 1.0;                 // of the probabilities, without those that are removed
 
-    Drawn(const Tosses *t, int64_t draw, int64_t drawn_token) : token(drawn_token) {
+    Drawn(const StochasticWalks *t, int64_t draw, int64_t drawn_token) : token(drawn_token) {
         const int64_t *from = t->sources + 5 * draw;
         if (!from[2]) return;
         ids = (const int64_t *)from[0], probs = (const double *)from[1], size = from[2];
@@ -139,22 +139,22 @@ struct Room {
     Room &operator=(const Room &) = delete;
 };
 
-struct Tossing {
-    const Tosses *t;
+struct StochasticWalk {
+    const StochasticWalks *t;
     int64_t tree, first, size, vocab, length = 0;
     const int64_t *tokens, *parents;
     Room<double *> rows;  // of weights, one for each level
     Room<double> undo;
 
-    Tossing(const Tosses *tosses, int64_t i)
-        : t(tosses), tree(i), first(t->first[i]), size(t->first[i + 1] - first), vocab(t->vocab),
+    StochasticWalk(const StochasticWalks *walks, int64_t i)
+        : t(walks), tree(i), first(t->first[i]), size(t->first[i + 1] - first), vocab(t->vocab),
           tokens(t->tokens + first), parents(t->parents + first), rows(size), undo(most_taken(t, i)) {}
-    ~Tossing() {
+    ~StochasticWalk() {
         for (int64_t level = 0; level < size; level++)
             if (rows.items[level]) delete_aligned(rows.items[level]);
     }
 
-    static int64_t most_taken(const Tosses *t, int64_t i) {
+    static int64_t most_taken(const StochasticWalks *t, int64_t i) {
         int64_t most = 1;
         for (int64_t draw = t->first_draw[i]; draw < t->first_draw[i + 1]; draw++)
             most = t->sources[5 * draw + 2] > most ? t->sources[5 * draw + 2] : most;
@@ -253,9 +253,9 @@ struct Tossing {
     }
 };
 
-static void toss(const Tosses *t, int threads) {
+static void walk_stochastic(const StochasticWalks *t, int threads) {
     in_parallel(t->count, 1, t->vocab * t->count > 1 << 14 ? threads : 1, [&](int64_t i) {
-        Tossing walk(t, i);
+        StochasticWalk walk(t, i);
         t->traverses[i] ? walk.traverse() : walk.multi_step();
     });
 }

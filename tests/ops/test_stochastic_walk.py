@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from native import ISAS, each_isa
 from specinfer.core import rules as core_rules
+from specinfer.core.draws import DrawnFrom
 from specinfer.core.request import Request
 from specinfer.core.rules import random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree
-from specinfer.ops.cpu.toss import sources_at
 from specinfer.ops.plain_tree import NAN, NO_VALID_TOKEN
 from specinfer.verify import Acceptance, batch, verify
 from tiny import make_request
@@ -123,6 +123,6 @@ def test_the_stride_of_a_single_column_does_not_matter() -> None:
     tokens = np.arange(6, dtype=np.int64).reshape(2, 3)
     places = np.lib.stride_tricks.as_strided(np.arange(2, dtype=np.int64), (2, 1), (8, 1))
     rows = np.array([1, 0, 1])
-    found = sources_at(tokens, tokens / 2, places, rows, np.zeros(3, dtype=np.int64))
+    found = DrawnFrom(tokens, tokens / 2, places).addresses(rows)
     assert (found[:, 3] - places.ctypes.data).tolist() == [8, 0, 8]
     assert (found[:, 0] - tokens.ctypes.data).tolist() == [24, 0, 24]

@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from levels import Node, nodes_of
+from reference import growth
+from specinfer.core.draws import DrawnFrom
 from specinfer.core.noise import derive_seed
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget, expansion_nodes
-from specinfer.drafters.growth import expansion
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates
-from specinfer.drafters.growth.expansion import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
-from specinfer.drafters.growth.subtree_size import BIN_EDGES, NUM_BINS, SubtreeSize, bins_of
-from specinfer.drafters.growth.wanted_nodes import Node
+from specinfer.drafters.growth.tree_batch import BEST_FIRST_WIDTH, GrowingTree, TreeBatch
+from specinfer.ops.cpu.growth import BIN_EDGES, bins_of
 from tiny import make_request, paths_of
 
 Path = tuple[int, ...]
@@ -42,32 +43,41 @@ class Known(Calibration):
         return self._by_rank
 
 
-def _candidates(nodes: Sequence[Node], world: Callable[[Node], Sequence[tuple[int, float]]]) -> Candidates:
+def _candidates(
+    nodes: Sequence[Node], world: Callable[[Node], Sequence[tuple[int, float]]], *, is_repeated: bool
+) -> Candidates:
     width = max(node.width for node in nodes)
     tokens, sure = np.full((len(nodes), width), -1), np.zeros((len(nodes), width), dtype=np.float32)
     for i, node in enumerate(nodes):
         for rank, (token, chance) in enumerate(world(node)[:width]):
             tokens[i, rank], sure[i, rank] = token, chance
     nothing = np.empty((len(nodes), 0))
-    is_repeated = any(len(set(row)) < len(row) for row in ([t for t in row if t >= 0] for row in tokens.tolist()))
-    return Candidates(tokens, sure, nothing.astype(np.int64), nothing, np.full(tokens.shape, -1), replaced=is_repeated)
+    drawn = DrawnFrom(nothing.astype(np.int64), nothing, np.full(tokens.shape, -1), is_replaced=True)
+    return Candidates(tokens, sure, drawn if is_repeated else None)
 
 
 def _grow(
-    budgets: Sequence[TreeBudget], worlds: Sequence[World], calibration: Calibration | None = None
+    budgets: Sequence[TreeBudget],
+    worlds: Sequence[World],
+    calibration: Calibration | None = None,
+    *,
+    is_repeated: bool = False,
 ) -> tuple[list[TokenTree], int]:
     """The trees of several requests, grown together, and how many levels that took."""
     requests = [make_request(str(i), [7]) for i in range(len(budgets))]
     growing_trees = [GrowingTree(request, budget, "x") for request, budget in zip(requests, budgets, strict=True)]
     tree_batch, levels = TreeBatch(growing_trees, calibration or Known()), 0
     world_of: dict[str, World] = {request.request_id: world for request, world in zip(requests, worlds, strict=True)}
-    while nodes := tree_batch.wanted():
-        tree_batch.extend(_candidates(nodes, lambda node: world_of[node.request.request_id](node.path)))
+    while level := tree_batch.level():
+        nodes = nodes_of(level)
+        tree_batch.extend(
+            _candidates(nodes, lambda node: world_of[node.request.request_id](node.path), is_repeated=is_repeated)
+        )
         levels += 1
     return [growing_tree.tree() for growing_tree in growing_trees], levels
 
 
-def _random_world(seed: int, spread: float = 1.0, width: int = BEST_FIRST_WIDTH) -> World:
+def _random_world(seed: int, spread: float = 1.0, width: int = BEST_FIRST_WIDTH, num_tokens: int = 50) -> World:
     """Chances around `BY_RANK`, some nodes far surer than others; a function of the path."""
 
     @cache
@@ -78,7 +88,8 @@ def _random_world(seed: int, spread: float = 1.0, width: int = BEST_FIRST_WIDTH)
         generator = np.random.default_rng(number)
         weights = BY_RANK[:width] * np.exp(spread * generator.normal(size=width))
         chances = np.sort(weights / max(1.0, weights.sum() / 0.98))[::-1]
-        return list(zip(generator.permutation(50)[:width].tolist(), chances.tolist(), strict=True))
+        tokens = generator.permutation(max(num_tokens, width))[:width] % num_tokens
+        return list(zip(tokens.tolist(), chances.tolist(), strict=True))
 
     return world
 
@@ -158,7 +169,7 @@ def test_a_guess_drawn_twice_is_one_node_with_two_draws() -> None:
         return [(3, 0.5), (3, 0.5), (4, 0.5)]
 
     for budget in (TreeBudget.expansion((3, 3)), TreeBudget(20, 2)):
-        (tree,), _ = _grow([budget], [world])
+        (tree,), _ = _grow([budget], [world], is_repeated=True)
         assert set(paths_of(tree)) == {(), (3,), (4,), (3, 3), (3, 4), (4, 3), (4, 4)}
         assert len(tree.draws) == 9
         for node in (0, 1):
@@ -239,7 +250,7 @@ def test_the_example_of_the_module_is_true(best_of_a: float, tree: set[Path]) ->
 
 
 def test_a_batch_without_trees_wants_no_candidates() -> None:
-    assert not TreeBatch([], Known()).wanted()
+    assert not TreeBatch([], Known()).level()
 
 
 def test_the_arrays_of_a_growing_tree_cannot_be_written() -> None:
@@ -325,22 +336,23 @@ def test_a_level_that_pays_for_one_tree_is_grown_for_all() -> None:
     st.integers(0, 99),
     st.sampled_from([0.0, 1.0, 3.0]),
     st.booleans(),
+    st.sampled_from([50, 5]),
 )
-def test_native_growth_is_that_of_the_plain_code(
-    budgets: list[TreeBudget], seed: int, spread: float, is_learned: bool
+def test_growth_is_that_of_the_plain_code(
+    budgets: list[TreeBudget], seed: int, spread: float, is_learned: bool, num_tokens: int
 ) -> None:
-    """All of it to the bit; with a spread of 0 many path probabilities are equal."""
+    """All of it to the bit. With a spread of 0 many path probabilities are equal, with few tokens many draws."""
     calibration: Calibration = Calibration() if is_learned else Known()
     for i in range(300 if is_learned else 0):
         calibration.count("x", i % 5, (i * 7 % 100) / 100, kept=i % 3 == 0)
-    worlds = [_random_world(seed + i, spread) for i in range(len(budgets))]
-    grown = []
-    for is_native in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            if not is_native:
-                patch.setattr(expansion, "library", lambda: None)
-            grown.append(_grow(budgets, worlds, calibration))
-    assert grown[0] == grown[1]
+    worlds = [_random_world(seed + i, spread, num_tokens=num_tokens) for i in range(len(budgets))]
+    trees, levels = _grow(budgets, worlds, calibration, is_repeated=num_tokens < BEST_FIRST_WIDTH)
+    lines, by_rank = calibration.lines("x"), calibration.by_rank("x")
+    slow, slow_levels = growth.grow(budgets, worlds, lines, by_rank, BEST_FIRST_WIDTH)
+    assert levels == slow_levels
+    for tree, wanted in zip(trees, slow, strict=True):
+        assert paths_of(tree) == wanted.paths
+        assert [(draw.node, draw.confidence) for draw in tree.draws] == wanted.draws
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=50))
@@ -355,26 +367,7 @@ def test_edges_divide_path_probabilities_into_bins(values: list[float]) -> None:
 
 def test_bins_halve_the_path_probability_every_few() -> None:
     assert bins_of(np.array([1.0, 0.5, 0.25, 2.0**-15])).tolist() == [0, 4, 8, 60]
-    assert bins_of(np.array([0.0, 1e-30])).tolist() == [NUM_BINS - 1] * 2
-
-
-def _count(steps: Sequence[int], start: int, floor: int, levels: int) -> int:
-    """Nodes worth at least the floor below and with a guess, one by one."""
-    if start > floor:
-        return 0
-    return 1 + sum(_count(steps, start + step, floor, levels - 1) for step in steps if levels)
-
-
-@pytest.mark.parametrize("by_rank", [BY_RANK, np.array([1.0, 0.5]), np.array([0.9, 0.0]), np.array([0.3, 0.3, 0.29])])
-@pytest.mark.parametrize("levels", [0, 1, 2, 5])
-def test_the_expected_subtree_size_counts_the_nodes_to_come(by_rank: npt.NDArray[np.float64], levels: int) -> None:
-    subtree_size = SubtreeSize(bins_of(by_rank).tolist())
-    table = subtree_size.table(levels)
-    steps = bins_of(by_rank[by_rank > 0]).tolist()
-    for start, floor in itertools.product((0, 1, 4, 17, NUM_BINS - 1), (0, 3, 4, 12, 21, 28)):
-        assert table[start, floor] == _count(steps, start, floor, levels)
-    assert (np.diff(table, axis=1) >= 0).all()
-    assert subtree_size.table(levels) is table, "worked out once"
+    assert bins_of(np.array([0.0, 1e-30])).tolist() == [len(BIN_EDGES)] * 2
 
 
 def test_a_request_is_not_drawn_for_more_than_it_can_use() -> None:
@@ -384,4 +377,4 @@ def test_a_request_is_not_drawn_for_more_than_it_can_use() -> None:
         (TreeBudget(30, 4), Node(request, (), BEST_FIRST_WIDTH, drafter="x")),
         (TreeBudget.expansion((12, 1)), Node(request, (), 12, group=12, drafter="x")),
     ):
-        assert list(TreeBatch([GrowingTree(request, budget, "x")], Known()).wanted()) == [node]
+        assert nodes_of(TreeBatch([GrowingTree(request, budget, "x")], Known()).level()) == [node]

@@ -8,7 +8,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.ops.cpu.library import address, library
 
 
-def sight(num_chain: int, tree: TokenTree, start: int) -> tuple[npt.NDArray[np.bool_], Ints]:
+def tree_mask(num_chain: int, tree: TokenTree, start: int) -> tuple[npt.NDArray[np.bool_], Ints]:
     """Return the mask of chain and drafted nodes, [tokens, tokens], and the positions of these tokens.
 
     A token sees the chain up to itself, its ancestors and itself. The tree's root is the last token of the chain.
@@ -19,18 +19,7 @@ def sight(num_chain: int, tree: TokenTree, start: int) -> tuple[npt.NDArray[np.b
     num_new = num_chain + tree.num_guessed
     visible = np.zeros((num_new, num_new), dtype=np.bool_)
     loaded = library()
-    if loaded is None:
-        return plain_sight(visible, num_chain, tree, start)
+    assert loaded is not None
     parents, positions = tree.arrays.parents, np.empty(num_new, dtype=np.int64)
-    loaded.specinfer_see(address(parents), len(parents), num_chain, start, address(visible), address(positions))
+    loaded.specinfer_tree_mask(address(parents), len(parents), num_chain, start, address(visible), address(positions))
     return visible, positions
-
-
-def plain_sight(
-    visible: npt.NDArray[np.bool_], num_chain: int, tree: TokenTree, start: int
-) -> tuple[npt.NDArray[np.bool_], Ints]:
-    """Return the same without native code; `visible` is filled with zeros before."""
-    root = start + num_chain - 1
-    visible[:, :num_chain] = np.tri(len(visible), num_chain, dtype=np.bool_)
-    visible[num_chain - 1 :, num_chain - 1 :] = tree.ancestry()
-    return visible, np.concatenate([np.arange(start, root), root + tree.arrays.depths])

@@ -1,25 +1,24 @@
-"""The walks of the rules that use random numbers, down all trees of a step in one native call: see toss.h.
+"""The walks of the rules that use random numbers, down all trees of a step in one native call: see stochastic_walk.h.
 
-What a token was drawn from is given to native code as five numbers: the addresses of the tokens, of their probabilities
-(before the removal of those drawn earlier), their number, the address of the places that were drawn earlier, and how
-many these are. All are 0 if it was chosen.
+What a token was drawn from is given to native code as five numbers, see `DrawnFrom.addresses`; all are 0 if it was
+chosen.
 """
 
 import ctypes
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from specinfer.core.draws import POOL, DistributionPool, Draws, Ints
+from specinfer.core.draws import POOL, DistributionPool, DrawnFrom, Draws, Ints
 from specinfer.core.tree import TokenTree
 from specinfer.ops.cpu.library import call
 
 
-class _Tosses(ctypes.Structure):
+class _StochasticWalks(ctypes.Structure):
     _fields_ = (
         ("count", ctypes.c_int64),
         ("vocab", ctypes.c_int64),
@@ -29,14 +28,7 @@ class _Tosses(ctypes.Structure):
     )
 
 
-@runtime_checkable
-class _AddressedPool(Protocol):
-    """A pool that knows where its distributions are."""
-
-    def sources(self, numbers: Ints, /) -> Ints: ...
-
-
-def toss_trees(
+def walk_stochastic(
     logits: Sequence[Tensor],
     trees: Sequence[TokenTree],
     temperatures: Sequence[float],
@@ -68,8 +60,8 @@ def toss_trees(
         np.array(temperatures, dtype=np.float32), np.array(walks, dtype=np.uint8), uniforms,
         path, lengths, following,
     ]  # fmt: skip
-    tosses = _Tosses(count, rows[0].shape[1], *(array.ctypes.data for array in inputs))
-    call("specinfer_toss", ctypes.addressof(tosses))
+    walks = _StochasticWalks(count, rows[0].shape[1], *(array.ctypes.data for array in inputs))
+    call("specinfer_walk_stochastic", ctypes.addressof(walks))
     del alive
     starts, nodes = first.tolist(), path.tolist()
     return [
@@ -78,23 +70,6 @@ def toss_trees(
             starts, lengths.tolist(), following.tolist(), uniforms.tolist(), strict=False
         )
     ]
-
-
-def sources_at(tokens: Ints, probs: npt.NDArray[Any], places: Ints, rows: Ints, num_removed: Ints) -> Ints:
-    """Return what tokens were drawn from, [draws, 5], with addresses that are valid as long as the arrays are kept.
-
-    Args:
-        tokens, probs: [nodes, support] what the children of each node are drawn from, int64 and float64.
-        places: [nodes, most] int64 indices of those drawn, in draw order.
-        rows: [draws] the node of each draw.
-        num_removed: [draws] how many of its places were drawn before and removed.
-    """
-    found = np.empty((len(rows), 5), dtype=np.int64)
-    for column, array in ((0, tokens), (1, probs), (3, places)):
-        assert array.shape[1] <= 1 or array.strides[1] == array.itemsize  # of a single column NumPy's is arbitrary
-        found[:, column] = array.ctypes.data + rows * array.strides[0]
-    found[:, 2], found[:, 4] = tokens.shape[1], num_removed
-    return found
 
 
 def _sources(draws: Sequence[Draws]) -> tuple[Ints, list[object]]:
@@ -113,7 +88,7 @@ def _sources(draws: Sequence[Draws]) -> tuple[Ints, list[object]]:
         start += len(one.nodes)
     for pool, places, numbers in pools.values():
         at, number = np.concatenate(places), np.concatenate(numbers)
-        found[at] = pool.sources(number) if isinstance(pool, _AddressedPool) else _one_by_one(pool, number, alive)
+        found[at] = pool.addresses(number) if isinstance(pool, DrawnFrom) else _one_by_one(pool, number, alive)
     return found, alive
 
 
