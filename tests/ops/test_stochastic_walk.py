@@ -16,7 +16,8 @@ from specinfer.core.rules import random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree
 from specinfer.ops.plain_tree import NAN, NO_VALID_TOKEN
-from specinfer.verify import Acceptance, batch, verify
+from specinfer.verify import Acceptance, verify
+from specinfer.verify.algorithms import verify_seeded
 from tiny import make_request
 
 RULES = [rule for rule in random_rules() if core_rules.RULES[rule].cpu_walk is not None]
@@ -73,8 +74,8 @@ def _both(rule: str, logits: list[torch.Tensor], trees: list[TokenTree], heats: 
     natively, plainly = requests(), requests()
     found = verify(rule, logits, natively, trees)
     wanted = [
-        batch._verify_random(rule, rows, request, tree)
-        for rows, request, tree in zip(logits, plainly, trees, strict=True)
+        verify_seeded(rule, tree, (rows / heat).numpy().__getitem__, request.uniforms)
+        for rows, request, tree, heat in zip(logits, plainly, trees, heats, strict=True)
     ]
     assert found == wanted
     assert [one.uniforms.state for one in natively] == [one.uniforms.state for one in plainly]

@@ -23,7 +23,7 @@ from specinfer.core.tree import Draw, TokenTree
 from specinfer.ops import tree_ops
 from specinfer.ops.cpu import transfers
 from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance, batch, verify, verify_coupled
-from specinfer.verify.acceptance import SeededSource
+from specinfer.verify.algorithms import SeededSource
 from tiny import make_request, paths_of, trees
 
 

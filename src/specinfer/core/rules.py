@@ -36,12 +36,13 @@ def _imported(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
+MULTI_STEP, TRAVERSAL = "multi-step", "traversal"
 # Rules with random numbers need the distributions that draft tokens were really drawn from, with separate noise.
 _DRAWN = ("without-replacement", "iid", "hybrid", "top-k")
 RULES: dict[str, Rule] = {
     "coupled": Rule(("shared-noise", "top-k", "without-replacement", "iid", "hybrid")),
-    "multi-step": Rule(_DRAWN, "specinfer.verify.multi_step:verify_multi_step", 0, "walk_multi_step"),
-    "traversal": Rule(_DRAWN, "specinfer.verify.traversal:verify_traversal", 1, "walk_traversal"),
+    MULTI_STEP: Rule(_DRAWN, "specinfer.verify.algorithms:verify_multi_step", 0, "walk_multi_step"),
+    TRAVERSAL: Rule(_DRAWN, "specinfer.verify.algorithms:verify_traversal", 1, "walk_traversal"),
     "target-only": Rule(("top-k", "without-replacement", "iid", "hybrid")),
 }
 DRAFT_SAMPLINGS = RULES["coupled"].draft_samplings

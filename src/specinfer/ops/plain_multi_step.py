@@ -1,6 +1,6 @@
 """The walk of the multi-step rule in plain PyTorch, the counterpart of `ops/triton/multi_step.py`.
 
-The rule is that of verify/multi_step.py. Here its trees, distributions and random numbers are tensors. Unlike the other
+The rule is that of verify/algorithms.py. Here its trees, distributions and random numbers are tensors. Unlike the other
 plain versions, this one reads tensor contents on the way: it is for CPUs and for tests.
 """
 

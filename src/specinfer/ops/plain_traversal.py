@@ -1,6 +1,6 @@
 """The walk of the traversal rule in plain PyTorch, the counterpart of `ops/triton/traversal.py`.
 
-The rule is that of verify/traversal.py. As that of the multi-step rule, this walk reads tensor contents on the way.
+The rule is that of verify/algorithms.py. As that of the multi-step rule, this walk reads tensor contents on the way.
 """
 
 import torch

@@ -1,14 +1,20 @@
 """Verification: it decides which draft tokens of a tree are accepted, and the one token that follows them.
 
-`core.rules` lists the rules, each in a file here as its paper states it; `batch` applies one of them to
-all trees of a step.
+`algorithms` has the rules as their papers state them, and `core.rules` lists them; `batch` applies one of them to all
+trees of a step.
 """
 
-from specinfer.verify.acceptance import Acceptance, Probs, RandomSource, SeededSource
-from specinfer.verify.batch import NAN, NO_VALID_TOKEN, verify
-from specinfer.verify.coupled import verify_coupled
-from specinfer.verify.multi_step import verify_multi_step
-from specinfer.verify.traversal import verify_traversal
+from specinfer.ops.tree_ops import NAN, NO_VALID_TOKEN
+from specinfer.verify.algorithms import (
+    Acceptance,
+    Probs,
+    RandomSource,
+    SeededSource,
+    verify_coupled,
+    verify_multi_step,
+    verify_traversal,
+)
+from specinfer.verify.batch import verify
 
 __all__ = [
     "NAN",

@@ -1,8 +1,7 @@
-"""Verification of all trees of a step: the target's logits become tokens, or distributions if a rule needs them."""
+"""Verification of all trees of a step: trees and logits in, accepted paths out."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,18 +13,12 @@ from specinfer.core.rules import RULES, is_random
 from specinfer.core.tree import TokenTree
 from specinfer.ops import computing_alone
 from specinfer.ops.cpu import transfers
-from specinfer.ops.cpu.choice import choose_token, chooses
+from specinfer.ops.cpu.choice import choose_token
 from specinfer.ops.cpu.stochastic_walk import walk_stochastic
 from specinfer.ops.cpu.walk import walk_trees
-from specinfer.ops.tree_ops import NAN, NO_VALID_TOKEN
-from specinfer.verify.acceptance import Acceptance
-from specinfer.verify.coupled import Place, verify_coupled
+from specinfer.verify.algorithms import Acceptance, Place, verify_coupled, verify_seeded
 from specinfer.verify.device_batch import verify_on_device
-from specinfer.verify.logits import is_adjusted, least_score, process_logits, temperature_of
-from specinfer.verify.node_scores import NodeScores, Part, parameters_of
-from specinfer.verify.rules import verify_seeded
-
-__all__ = ["NAN", "NO_VALID_TOKEN", "verify"]
+from specinfer.verify.logits import adjust, is_adjusted, least_score, process_logits, temperature_of
 
 
 @computing_alone()
@@ -42,86 +35,44 @@ def verify(
         requests: The request of each tree.
         trees: The trees.
     """
-    rules = [request.verification or rule for request in requests]
-    draws = [
-        is_random(each) and not request.params.is_greedy and request.params.tree != "off"
-        for each, request in zip(rules, requests, strict=True)
-    ]
-    if transfers.is_apart(logits[0]):
-        random_rules = [each if is_drawn else None for each, is_drawn in zip(rules, draws, strict=True)]
-        return verify_on_device(random_rules, logits, requests, trees)
-    walked = [i for i, is_drawn in enumerate(draws) if not is_drawn]
-    is_native = [_is_plain(requests[i], trees[i]) and chooses(logits[i]) for i in walked]
-    tossed = [
-        i
-        for i, is_drawn in enumerate(draws)
-        if is_drawn and _tosses_natively(rules[i], requests[i], trees[i], logits[i])
-    ]
-    kept: dict[int, Acceptance] = {}
-    for verify_group, group in (
-        (_walk_natively, [i for i, native in zip(walked, is_native, strict=True) if native]),
-        (_walk, [i for i, native in zip(walked, is_native, strict=True) if not native]),
-        (partial(_toss_natively, [rules[i] for i in tossed]), tossed),
-    ):
+    random_rules = [_random_rule(request, rule) for request in requests]
+    verify_all = verify_on_device if transfers.is_apart(logits[0]) else _verify_on_host
+    return verify_all(random_rules, logits, requests, trees)
+
+
+def _random_rule(request: Request, rule: str) -> str | None:
+    """Return the rule with random numbers of a request, or None if it is walked as in plain decoding."""
+    rule = request.verification or rule
+    return rule if is_random(rule) and not request.params.is_greedy and request.params.tree != "off" else None
+
+
+class _Case(NamedTuple):
+    """A tree to verify on the host."""
+
+    rule: str | None
+    logits: Tensor
+    request: Request
+    tree: TokenTree
+
+    @property
+    def native_walk(self) -> int | None:
+        """Number of the native walk of a rule with random numbers, or None."""
+        return None if self.rule is None else RULES[self.rule].cpu_walk
+
+
+def _verify_on_host(
+    rules: Sequence[str | None], logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]
+) -> list[Acceptance]:
+    """Return what the target accepts of each tree; the arguments are those of `verify_on_device`."""
+    cases = [_Case(*columns) for columns in zip(rules, logits, requests, trees, strict=True)]
+    plain = [i for i, case in enumerate(cases) if _is_plain(case.request, case.tree)]
+    coupled = [i for i in plain if rules[i] is None]
+    stochastic = [i for i in plain if cases[i].native_walk is not None]
+    accepted = dict[int, Acceptance]()
+    for walk, group in ((_walk_coupled, coupled), (_walk_stochastic, stochastic)):
         if group:
-            found = verify_group([logits[i] for i in group], [requests[i] for i in group], [trees[i] for i in group])
-            kept |= zip(group, found, strict=True)
-    return [
-        kept[i] if i in kept else _verify_random(rules[i], rows, request, tree)
-        for i, (rows, request, tree) in enumerate(zip(logits, requests, trees, strict=True))
-    ]
-
-
-def _walk_natively(
-    logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]
-) -> list[Acceptance]:
-    if len(trees) == 1 and not trees[0].num_guessed:  # a step of plain decoding
-        return [Acceptance((), _choose_next(logits[0][0], requests[0], len(requests[0].token_ids)))]
-    noises = [(request.seed, len(request.token_ids)) for request in requests]
-    found = walk_trees(logits, trees, noises, [temperature_of(request.params) for request in requests])
-    return [Acceptance(path, token) for path, token in found]
-
-
-def _tosses_natively(rule: str, request: Request, tree: TokenTree, logits: Tensor) -> bool:
-    return RULES[rule].cpu_walk is not None and _is_plain(request, tree) and chooses(logits)
-
-
-def _toss_natively(
-    rules: Sequence[str], logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]
-) -> list[Acceptance]:
-    temperatures = [request.params.temperature for request in requests]
-    states = [request.uniforms.state for request in requests]
-    found = walk_stochastic(logits, trees, temperatures, [RULES[rule].cpu_walk or 0 for rule in rules], states)
-    for request, (_, _, state) in zip(requests, found, strict=True):
-        request.uniforms.state = state
-    return [Acceptance(() if token < 0 else path, token) for path, token, _ in found]
-
-
-def _walk(logits: Sequence[Tensor], requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Acceptance]:
-    """Walk trees whose nodes are looked at when a walk reaches them: of a large tree it visits few."""
-
-    def choose(places: Sequence[Place]) -> list[int]:
-        parts = [Part(requests[i], trees[i], (node,), logits[i][node : node + 1]) for i, node in places]
-        if all(chooses(part.logits) for part in parts):
-            return [
-                _choose_next(part.adjusted()[0], part.request, len(part.request.token_ids) + trees[i].depths[node])
-                for part, (i, node) in zip(parts, places, strict=True)
-            ]
-        chosen: list[int] = NodeScores.of(parts, torch.from_numpy(parameters_of(parts))).choose().tolist()
-        return chosen
-
-    return verify_coupled(trees, choose)
-
-
-def _choose_next(row: Tensor, request: Request, position: int) -> int:
-    """Return the token at a position, chosen by native code from adjusted logits, [vocab]."""
-    params = request.params
-    if params.is_greedy:
-        return choose_token(row, None)
-    if params.temperature != 1.0:
-        row = row / params.temperature
-    least = float(least_score(row.unsqueeze(0), params)) if params.truncates else -torch.inf
-    return choose_token(row, (request.seed, position), least)
+            accepted |= zip(group, walk([cases[i] for i in group]), strict=True)
+    return [accepted[i] if i in accepted else _verify_processed(*case) for i, case in enumerate(cases)]
 
 
 def _is_plain(request: Request, tree: TokenTree) -> bool:
@@ -130,11 +81,51 @@ def _is_plain(request: Request, tree: TokenTree) -> bool:
     return not is_adjusted(request, tree.max_depth) and (params.is_greedy or not params.truncates)
 
 
-def _verify_random(rule: str, logits: Tensor, request: Request, tree: TokenTree) -> Acceptance:
-    """Verify one tree by a rule that uses random numbers; a node is processed when a walk reaches it."""
+def _walk_coupled(cases: Sequence[_Case]) -> list[Acceptance]:
+    _, logits, requests, trees = zip(*cases, strict=True)
+    if len(trees) == 1 and not trees[0].num_guessed:  # a step of plain decoding
+        return [Acceptance((), _choose_next(logits[0][0], requests[0], len(requests[0].token_ids)))]
+    noises = [(request.seed, len(request.token_ids)) for request in requests]
+    walks = walk_trees(logits, trees, noises, [temperature_of(request.params) for request in requests])
+    return [Acceptance(path, token) for path, token in walks]
+
+
+def _walk_stochastic(cases: Sequence[_Case]) -> list[Acceptance]:
+    _, logits, requests, trees = zip(*cases, strict=True)
+    temperatures = [request.params.temperature for request in requests]
+    states = [request.uniforms.state for request in requests]
+    walks = walk_stochastic(logits, trees, temperatures, [case.native_walk or 0 for case in cases], states)
+    for request, (_, _, state) in zip(requests, walks, strict=True):
+        request.uniforms.state = state
+    return [Acceptance(() if token < 0 else path, token) for path, token, _ in walks]
+
+
+def _verify_processed(rule: str | None, logits: Tensor, request: Request, tree: TokenTree) -> Acceptance:
+    """Verify one tree by a rule's algorithm; a node is processed when the walk reaches it: of a large tree few are."""
+    if rule is None:
+        return verify_coupled([tree], lambda places: [_choose_at(places[0], logits, request, tree)])[0]
 
     def row_at(node: int) -> npt.NDArray[Any]:
-        row = logits[node : node + 1]
-        return np.asarray(process_logits(row, request, [tree.path_tokens(node)])[0].numpy())
+        row = process_logits(logits[node : node + 1], request, [tree.path_tokens(node)])
+        return np.asarray(row[0].numpy())
 
     return verify_seeded(rule, tree, row_at, request.uniforms)
+
+
+def _choose_at(place: Place, logits: Tensor, request: Request, tree: TokenTree) -> int:
+    node = place[1]
+    row = logits[node : node + 1]
+    if is_adjusted(request, tree.max_depth):
+        row = adjust(row, request, [tree.path_tokens(node)])
+    return _choose_next(row[0], request, len(request.token_ids) + tree.depths[node])
+
+
+def _choose_next(row: Tensor, request: Request, position: int) -> int:
+    """Return the token at a position, chosen from adjusted logits, [vocab]."""
+    params = request.params
+    if params.is_greedy:
+        return choose_token(row, None)
+    if params.temperature != 1.0:
+        row = row / params.temperature
+    least = float(least_score(row.unsqueeze(0), params)) if params.truncates else -torch.inf
+    return choose_token(row, (request.seed, position), least)

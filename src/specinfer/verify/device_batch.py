@@ -16,11 +16,9 @@ from specinfer.core.rules import RULES
 from specinfer.core.tree import TokenTree
 from specinfer.ops.cpu.transfers import fetch, send_together
 from specinfer.ops.triton import runs_on
-from specinfer.verify.acceptance import Acceptance
-from specinfer.verify.coupled import verify_coupled
+from specinfer.verify.algorithms import Acceptance, verify_coupled, verify_seeded
 from specinfer.verify.drawn_trees import DrawnTrees, draws_of
 from specinfer.verify.node_scores import NodeScores, Part, parameters_of
-from specinfer.verify.rules import verify_seeded
 
 _Arrays = Sequence[npt.NDArray[Any]]
 

@@ -13,7 +13,7 @@ from specinfer.core.draws import Floats, Ints
 from specinfer.core.tree import TokenTree
 from specinfer.ops import tree_ops
 from specinfer.ops.plain_multi_step import MOST_TOKENS, WalkInputs
-from specinfer.verify.acceptance import Acceptance
+from specinfer.verify.algorithms import Acceptance
 from specinfer.verify.node_scores import NodeScores, Part
 
 _CERTAIN = np.ones(1)

@@ -8,12 +8,12 @@ import numpy.typing as npt
 from specinfer.core.config import AUTO
 from specinfer.core.draws import Floats
 from specinfer.core.request import Request, Span
+from specinfer.core.rules import TRAVERSAL
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters.growth.calibration import Calibration, source, source_of
 from specinfer.engine.device.depth import LevelProbs
 from specinfer.engine.device.launch import DeviceRequest
 from specinfer.engine.device.sizes import holds
-from specinfer.verify.rules import TRAVERSAL
 
 Budgets = Callable[[Sequence[Span]], Sequence[TreeBudget]]
 

@@ -15,6 +15,7 @@ from specinfer.core.draws import Floats
 from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, progress_of
 from specinfer.core.request import Request
+from specinfer.core.rules import MULTI_STEP
 from specinfer.core.tree import TreeBudget
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.drafters import Drafter, HeadRunner, MergedDrafter, SmallModelDrafter
@@ -39,7 +40,6 @@ from specinfer.model.graphs.slot_table import Change
 from specinfer.model.kv_cache import NO_SLOTS, KVCache, Slots
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.ops.triton import on_device
-from specinfer.verify.rules import MULTI_STEP
 
 logger = logging.getLogger(__name__)
 

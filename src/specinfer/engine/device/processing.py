@@ -13,7 +13,7 @@ from torch import Tensor
 from specinfer.core.config import AUTO
 from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request
-from specinfer.core.rules import RULES, is_random
+from specinfer.core.rules import RULES, TRAVERSAL, is_random
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import (
     Drafter,
@@ -24,7 +24,6 @@ from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.ops.plain_logits import MAX_ENDS, Adjustments, Truncation
 from specinfer.verify.logits import log_min_p, temperature_of, top_k_of
-from specinfer.verify.rules import TRAVERSAL
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-// The walks of the rules that use random numbers: multi-step and traversal, as verify/multi_step.py and traversal.py.
+// The walks of the rules that use random numbers: multi-step and traversal, as verify/algorithms.py has them.
 //
 // What is left of a distribution are weights and their sum, so that a rejected draw changes those few tokens only that
 // it could have produced. Sums differ from Python's in the last bits: a decision would differ for one number in 1e13.

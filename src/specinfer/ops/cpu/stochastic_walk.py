@@ -60,8 +60,8 @@ def walk_stochastic(
         np.array(temperatures, dtype=np.float32), np.array(walks, dtype=np.uint8), uniforms,
         path, lengths, following,
     ]  # fmt: skip
-    walks = _StochasticWalks(count, rows[0].shape[1], *(array.ctypes.data for array in inputs))
-    call("specinfer_walk_stochastic", ctypes.addressof(walks))
+    arguments = _StochasticWalks(count, rows[0].shape[1], *(array.ctypes.data for array in inputs))
+    call("specinfer_walk_stochastic", ctypes.addressof(arguments))
     del alive
     starts, nodes = first.tolist(), path.tolist()
     return [

@@ -1,4 +1,4 @@
-"""The walk of the multi-step rule of verify/multi_step.py, one program per request, in double precision.
+"""The walk of the multi-step rule of verify/algorithms.py, one program per request, in double precision.
 
 What it has in common with the walk of the traversal rule is here, too. A first launch computes the parts of a node's
 softmax: the greatest logit of each chunk of the vocabulary, and the sum of the chunk's exponentials. The draws of a

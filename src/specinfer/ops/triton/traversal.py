@@ -1,4 +1,4 @@
-"""The walk of the traversal rule of verify/traversal.py, one program per request, in double precision.
+"""The walk of the traversal rule of verify/algorithms.py, one program per request, in double precision.
 
 What the draws of a node leave of the target's distribution are changed values of the tokens of their race, as in
 multi_step.py: here a row of scratch memory for each level of the current path.
