@@ -274,7 +274,7 @@ def test_prompt_logprobs_after_an_interrupt(place: str, runner_of: Runners, monk
         _check_prompt_logprobs(request, 2)
 
 
-# ------------------------------------------------------------------------------ rules that toss coins
+# ------------------------------------------------------------------------------ rules that use random numbers
 
 TOSSING = ("multi-step", "traversal")
 SHAPES = {"expansion": (2, 1, 1), "best first": TreeBudget(8, 4)}

@@ -65,7 +65,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "drafters/growth/calibration.py": ("drafters/growth/test_calibration.py",),
     "drafters/growth/draft_sampling.py": ("drafters/growth/test_draft_sampling.py",),
     "drafters/growth/tree_batch.py": ("drafters/growth/test_tree_batch.py",),
-    "drafters/growth/subtree_size.py": ("drafters/growth/test_tree_batch.py",),
     "drafters/lookup/ngram.py": ("drafters/test_drafters.py",),
     "drafters/lookup/prediction.py": ("drafters/lookup/test_prediction.py",),
     "drafters/lookup/suffix.py": ("drafters/lookup/test_suffix.py",),

@@ -104,7 +104,7 @@ class AttentionCase:
         return attend(self.query, self.keys, self.values, self.layout, scale=self.scale, **options)
 
     def expected(self, **features: Any) -> Tensor:
-        """[tokens, heads, value_dim] float32, by tests/support/reference.py."""
+        """[tokens, heads, value_dim] float32, by tests/reference."""
         rows = [
             reference.attention(
                 self.query[row].float(), self.keys[path].float(), self.values[path].float(), self.scale, **features

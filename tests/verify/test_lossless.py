@@ -360,7 +360,7 @@ def test_greedy_under_every_rule_is_plain_decoding(
 def test_a_choice_of_drafters_changes_nothing(
     rule: str, drawing: str, runner_of: Runners, plain_loop: Callable[[str, int], list[int]]
 ) -> None:
-    """One of three models guesses; of the rules that toss coins only what is greedy is told token by token."""
+    """One of three models guesses; of the rules that use random numbers only what is greedy is told token by token."""
     small = [resized(runner_of("mistral", 0, noise), 1500) for noise in (0.6, 3.0, 0.15)]
     names = ["fair", "poor", "good", "suffix"]
     drafter = make_drafter([*small, "suffix"], VOCAB, names, drawing, max_asked=1)

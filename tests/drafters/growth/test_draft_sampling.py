@@ -52,6 +52,11 @@ def _tokens(candidates: Candidates, row: int) -> list[int]:
     return [token for token in candidates.tokens[row].tolist() if token >= 0]
 
 
+def _arrays(candidates: Candidates) -> list[np.ndarray]:
+    drawn = candidates.drawn_from
+    return [candidates.tokens, candidates.confidence, *([drawn.token_ids, drawn.probs, drawn.places] if drawn else [])]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_candidates_come_from_a_device_in_one_transfer(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, with token ids of a large vocabulary."""
@@ -69,10 +74,9 @@ def test_candidates_come_from_a_device_in_one_transfer(way: str, monkeypatch: py
             patch.setattr(Tensor, "cpu", counted)
             found.append(draw(way, _logits(3, 260_000), nodes))
         assert len(copied) == int(is_apart)
-    for name in ("tokens", "confidence", "support", "probs", "places"):
-        here, there = (getattr(one, name) for one in found)
-        assert here.dtype == there.dtype
-        np.testing.assert_array_equal(here, there)
+    for on_host, on_device in zip(*map(_arrays, found), strict=True):
+        assert on_host.dtype == on_device.dtype
+        np.testing.assert_array_equal(on_host, on_device)
 
 
 # ----------------------------------------------------------------------------------------------- chosen

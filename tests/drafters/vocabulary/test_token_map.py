@@ -110,7 +110,7 @@ def test_the_head_takes_only_its_rows(
 def test_an_engine_generates_the_same_tokens(
     rule: str, budget: TreeBudget, small: Callable[..., SmallModel], model_folder: Callable[..., Path]
 ) -> None:
-    """Under the rules that toss coins only greedy requests do, beside sampled ones."""
+    """Under the rules that use random numbers only greedy requests do, beside sampled ones."""
     target = load_runner(model_folder("llama", tokenizer=True, eos_token_id=EOS), 4096)
     drawing = {"coupled": "shared-noise", "target-only": "without-replacement"}.get(rule, "hybrid")
     one = small()
