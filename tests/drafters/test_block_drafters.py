@@ -101,7 +101,7 @@ def test_a_parallel_eagle_head_drafts_by_its_formulas(layout: str, target: Path,
     with llm_of(target, folder, tree="1,1") as llm:
         assert llm.drafter is not None
         (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, BlockDrafter)]
-        assert drafter.max_depth == (8 if layout == "original" else 4)
+        assert drafter.kind.max_depth == (8 if layout == "original" else 4)
         request = Request("one", random_prompts([9])[0], GREEDY, seed=0, cache_salt=None)
         llm.engine.add(request)
         while request.num_output < 1:

@@ -379,7 +379,7 @@ def pair(runner_of: Callable[..., ModelRunner]) -> tuple[ModelRunner, ModelRunne
 
 @pytest.mark.parametrize("rule", ["coupled", "target-only", "multi-step", "traversal"])
 def test_no_output_depends_on_the_speculation_policy(pair: tuple[ModelRunner, ModelRunner], rule: str) -> None:
-    """Several requests together: rules that use random numbers keep the distribution, not the tokens; greedy ones keep both."""
+    """Several requests together: rules with random numbers keep the distribution, greedy ones the tokens too."""
     target, small = pair
     drawing = {"coupled": "shared-noise", "target-only": "top-k"}.get(rule, "without-replacement")
     drafter = make_drafter([small, "suffix"], VOCAB, draft_sampling=drawing)

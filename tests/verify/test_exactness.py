@@ -157,13 +157,13 @@ def test_requests_drafted_together(drawing: str) -> None:
 
 
 class TellingDrafter(EnumeratedDrafter):
-    """As the real one, but chosen guesses beside a drawn one are as sure as they are probable."""
+    """As the real one, but a drawn guess is as sure as it is probable."""
 
     def _drawn(self, node: Node, orders: Sequence[Sequence[int]]) -> Candidates:
         row = super()._drawn(node, orders)
         distribution = [*self.model.distribution(node.path), 0]
         probable = np.array([[float(distribution[token]) for token in row.tokens[0]]], dtype=np.float32)
-        return replace(row, confidence=np.where(row.drawn_from.places < 0, probable, row.confidence))
+        return replace(row, confidence=np.where(row.drawn_from.places >= 0, probable, row.confidence))
 
 
 class AnyChances:
@@ -183,10 +183,9 @@ class AnyChances:
         return np.array([self._one(rank, 0) for rank in range(RANKS)])
 
 
-def test_a_choice_next_to_a_draw_does_not_reveal_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the chosen siblings are depends on the draw. If their worth did, too, it would decide about the draw."""
+def test_a_confidence_that_reveals_the_draw_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If its worth depended on the draw, it would decide about the draw."""
     monkeypatch.setattr(tree_batch, "BEST_FIRST_WIDTH", 3)
-    # One of few pairs of models that have guesses near the limit of what is taken.
     target, q = Model(387, weights=(1, 2, 4, 9)), Model(887, weights=(1, 2, 4, 9))
     distances = {
         make: [distance(rule, every_tree_of(make(q, "hybrid", calibration=chances), TreeBudget(4, 3)), target)

@@ -15,8 +15,8 @@ from specinfer.drafters.draft_loop import DraftLoop, TreeGrower, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates, draw
-from specinfer.drafters.growth.tree_batch import GrowingTree, TreeBatch
 from specinfer.drafters.growth.frontier import Level
+from specinfer.drafters.growth.tree_batch import GrowingTree, TreeBatch
 from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.merge.scoring import Losses, Scoring
 from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary

@@ -1,6 +1,6 @@
 """The kernels around a device's passes in plain PyTorch; those in `ops/triton` have the same signatures.
 
-Rule and sources are those of `drafters.growth.expansion` (SpecInfer, arXiv 2305.09781, section 3; OPT-Tree, arXiv
+Rule and sources are those of `drafters.growth.tree_batch` (SpecInfer, arXiv 2305.09781, section 3; OPT-Tree, arXiv
 2406.17276). The shapes of results depend only on the shapes of inputs, so that a loop can be captured.
 """
 
