@@ -20,20 +20,14 @@ def noise_for(seeds: Sequence[int], numbers: Sequence[int], token_ids: Tensor) -
     Args:
         numbers: Number of each row: a position, or another number used in its place.
     """
-    if not chooses(token_ids):
+    if token_ids.device.type != "cpu":
         device = token_ids.device
         return gumbel(torch.tensor(seeds, device=device), torch.tensor(numbers, device=device), token_ids)
     loaded, token_ids = library(), token_ids.contiguous()
-    assert loaded is not None
     keys = np.array([noise_key(seed, number) for seed, number in zip(seeds, numbers, strict=True)], dtype=np.uint64)
     noise = torch.empty(token_ids.shape)
     loaded.specinfer_noise(keys.ctypes.data, token_ids.data_ptr(), noise.data_ptr(), *token_ids.shape)
     return noise
-
-
-def chooses(scores: Tensor) -> bool:
-    """Return whether native code supports this tensor."""
-    return scores.device.type == "cpu" and library() is not None
 
 
 def most_probable(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -70,10 +64,9 @@ def by_keys(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _most_probable_natively(scores: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
     """Return what `most_probable_in_order` does, or None where native code does not find it."""
-    if scores.dtype != torch.float32 or not chooses(scores) or not count:
+    if scores.dtype != torch.float32 or scores.device.type != "cpu" or not count:
         return None
     (rows, vocab), loaded, scores = scores.shape, library(), scores.contiguous()
-    assert loaded is not None
     values, tokens = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
     scratch = torch.empty(vocab // 64 + 1)  # one for each block, as in choice.h
     addresses = (values.data_ptr(), tokens.data_ptr(), scratch.data_ptr())
@@ -93,7 +86,6 @@ def choose_token(scores: Tensor, noise: tuple[int, int] | None, least: float = -
         The token, or `NAN` if a score is NaN, or `NO_VALID_TOKEN` if all are -inf.
     """
     loaded, scores = library(), scores.contiguous()
-    assert loaded is not None
     ids, sums = np.empty(_ROOM, dtype=np.int64), np.empty(_ROOM)
     key = 0 if noise is None else noise_key(*noise)
     count: int = loaded.specinfer_choose(

@@ -158,7 +158,6 @@ class GrowthCall:
         growth, loaded = self._growth, library()
         growth.candidates, growth.sure = address(candidates), address(confidence)
         growth.columns = candidates.shape[1]
-        assert loaded is not None
         loaded.specinfer_grow(ctypes.addressof(growth))
 
     def _prepared(self, *, replaced: bool) -> _Growth:

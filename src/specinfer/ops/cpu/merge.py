@@ -68,7 +68,6 @@ def merge_trees(groups: Sequence[Sequence[TokenTree]], rules: MergeRules) -> lis
         groups: At least one tree of each request; those of a request have the same root.
     """
     loaded = library()
-    assert loaded is not None
     arrays = [tree.arrays for trees in groups for tree in trees]
     draws = [one.draws for one in arrays]
     first_tree, first_node, first_draw = (

@@ -76,7 +76,6 @@ class Panels:
         assert rows.dtype == self.packed.dtype
         depth, apart = _filled(self.inputs, self.type), 2 if self.type == TYPES[torch.bfloat16] else 1
         done, loaded = 0, library()
-        assert loaded is not None
         while done < len(rows):
             panel, column = divmod(first + done, WIDTH)
             left = len(rows) - done

@@ -19,7 +19,6 @@ def tree_mask(num_chain: int, tree: TokenTree, start: int) -> tuple[npt.NDArray[
     num_new = num_chain + tree.num_guessed
     visible = np.zeros((num_new, num_new), dtype=np.bool_)
     loaded = library()
-    assert loaded is not None
     parents, positions = tree.arrays.parents, np.empty(num_new, dtype=np.int64)
     loaded.specinfer_tree_mask(address(parents), len(parents), num_chain, start, address(visible), address(positions))
     return visible, positions

@@ -49,7 +49,6 @@ def count_tried(verified: Sequence[Verified], num_sources: int, edges: Floats, r
     """
     counts = np.zeros((num_sources, 2, ranks, len(edges) + 1))
     loaded = library()
-    assert loaded is not None
     paths, sources = list[int](), list[int]()
     rows = []
     for one in verified:
