@@ -12,7 +12,7 @@ from specinfer import LLM
 from specinfer.engine import host_executor
 from specinfer.engine.commit import Committer
 from specinfer.engine.host_executor import HostExecutor
-from specinfer.engine.in_flight_step import InFlightStep
+from specinfer.engine.host_step import HostStep
 from specinfer.model.kv_cache import OutOfSlotsError
 
 pytestmark = pytest.mark.usefixtures("small_demo")
@@ -146,7 +146,7 @@ def test_53_clients_that_leave_in_the_middle_of_a_step(
 def test_51_values_that_are_no_numbers(server: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = host_executor.logits_by_tree
 
-    def spoilt(step: InFlightStep, logits: torch.Tensor) -> list[torch.Tensor]:
+    def spoilt(step: HostStep, logits: torch.Tensor) -> list[torch.Tensor]:
         rows = kept(step, logits)
         pairs = zip(step.spans, step.trees, strict=True)
         saying = [span.request for span, tree in pairs if tree is not None and not span.request.is_finished]

@@ -9,7 +9,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.growth.calibration import Calibration
-from specinfer.engine.drafting import asks_model, fit
+from specinfer.engine.host_executor import asks_model, fit
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.kv_cache import KVCache
 from specinfer.policy.base import SpeculationPolicy

@@ -146,7 +146,7 @@ class _BestStep:
     def on_tokens(
         self, request: "Request", tree: "TokenTree", acceptance: "Acceptance", logits: "Tensor", num_generated: int
     ) -> None:
-        from specinfer.engine.trace import target_probs, trace_step
+        from specinfer.engine.emission import target_probs, trace_step
 
         kept = len(acceptance.path[:num_generated])
         counts = kept, len(tree) - 1 - kept

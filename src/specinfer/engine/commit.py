@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from specinfer.core.request import Request
 from specinfer.core.step_record import PromptCounts, StepRecord
 from specinfer.drafters.base import Drafter
-from specinfer.engine.emission import emit
+from specinfer.engine.emission import emit, target_probs, trace_step
 from specinfer.engine.ending import Endings
 from specinfer.engine.executor import Outcome, StepResult
 from specinfer.engine.learners import Learners
 from specinfer.engine.scheduler import Scheduler
-from specinfer.engine.trace import target_probs, trace_step
 
 
 class Committer:

@@ -82,7 +82,7 @@ class Engine:
             self._abandon()
 
     def step(self) -> list[Request]:
-        """Begin as many steps as may be in flight, and finish the oldest, on each executor.
+        """Begin as many steps as may be in flight, and verify and commit the oldest, on each executor.
 
         Returns:
             The requests that emitted tokens or ended.
@@ -94,10 +94,11 @@ class Engine:
         requests: list[Request] = []
         try:
             for executor in tuple(self.executors):  # on the device and on the host
-                while (batch := executor.next_batch(self.learners, self.timer)) is not None:  # schedule, budgets, draft
-                    executor.begin(batch)  # one pass of the target scores every node
+                while (plan := executor.plan(self.learners, self.timer)) is not None:  # spans, budgets, masks
+                    executor.draft(plan)  # trees
+                    executor.score(plan)  # one pass of the target scores every node
                 if executor.num_in_flight:
-                    result = executor.finish()  # accept what the target would have generated
+                    result = executor.verify()  # accept what the target would have generated
                     requests += self._recovery.commit(executor, result)  # cache, requests, drafter, policy
             if not self.scheduler.running:
                 self._abandon()  # what is in flight serves no request any more

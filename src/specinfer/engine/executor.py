@@ -67,19 +67,23 @@ class StepResult:
     error: Exception | None = None
 
 
-Batch = TypeVar("Batch")
+Plan = TypeVar("Plan")
 
 
-class Executor(Protocol[Batch]):
-    """An executor of the steps of its requests, which end in the order in which they began."""
+class Executor(Protocol[Plan]):
+    """An executor of the steps of its requests, which end in the order in which they began.
+
+    A step is planned, drafted and scored. It is verified at once on the host, or while the next one is under way on a
+    device.
+    """
 
     @property
     def num_in_flight(self) -> int:
-        """Number of steps that have begun and are not finished."""
+        """Number of steps that were scored and are not verified."""
         ...
 
-    def next_batch(self, learners: Learners, timer: DeviceTimer | None) -> Batch | None:
-        """Return the requests of the next step and their trees or budgets, or None if none can begin now.
+    def plan(self, learners: Learners, timer: DeviceTimer | None) -> Plan | None:
+        """Return the requests of the next step and their budgets, or None if none can begin now.
 
         Args:
             learners: What has the policy, which sets the budgets, and may read logits.
@@ -87,14 +91,18 @@ class Executor(Protocol[Batch]):
         """
         ...
 
-    def begin(self, batch: Batch) -> None:
-        """Begin the step of this batch. A failure is in the result."""
+    def draft(self, plan: Plan) -> None:
+        """Grow the trees of this step, or prepare the drafters of a device to do so."""
         ...
 
-    def finish(self) -> StepResult:
-        """Wait for the oldest step and return its result; the caller stores it in the cache and in the requests."""
+    def score(self, plan: Plan) -> None:
+        """Begin the target's pass over all nodes. A failure is in the result of the step."""
+        ...
+
+    def verify(self) -> StepResult:
+        """Wait for the oldest step, and return what is accepted; the caller stores it in the cache and the requests."""
         ...
 
     def abandon(self) -> None:
-        """Drop all steps in flight, and the last one finished if it is not stored; its requests compute it again."""
+        """Drop all steps in flight, and the last one verified if it is not stored; its requests compute it again."""
         ...

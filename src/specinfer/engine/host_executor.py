@@ -7,22 +7,21 @@ another group of requests.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
+from specinfer.core.lookups import is_model
 from specinfer.core.request import Span
-from specinfer.core.tree import TokenTree
+from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.merge.merged import reads_prompts
-from specinfer.engine.drafting import asks_model, fit, is_sound
 from specinfer.engine.emission import reads_prompt, step_logprobs
 from specinfer.engine.ending import Endings
 from specinfer.engine.executor import Outcome, StepResult
-from specinfer.engine.in_flight_step import InFlightStep
-from specinfer.engine.learners import Learners
-from specinfer.engine.metrics import EngineMetrics
-from specinfer.engine.pass_rows import logits_by_tree, pieces_of
+from specinfer.engine.host_step import HostStep, logits_by_tree, pieces_of
+from specinfer.engine.learners import EngineMetrics, Learners
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.timer import DeviceTimer, StageClock
 from specinfer.model.runner import TargetRunner
@@ -57,7 +56,7 @@ class HostExecutor:
         self._drafter, self._scheduler, self._verification = drafter, scheduler, verification
         self._metrics, self._endings, self._rules = metrics, endings, rules
         self.take_arrivals: Callable[[], None] = lambda: None  # adds the requests that arrived since the step began
-        self._steps: deque[InFlightStep] = deque()  # oldest first
+        self._steps: deque[HostStep] = deque()  # oldest first
         self._finished: Sequence[Span] = ()  # the last finished step, which may not be stored yet
         self._last_pass_end = 0.0  # by `time.perf_counter`
         self._waited = 0.0  # seconds that passes had waited for weights by then
@@ -71,7 +70,7 @@ class HostExecutor:
         """Spans of all steps in flight."""
         return [span for step in self._steps for span in step.spans]
 
-    def next_batch(self, learners: Learners, timer: DeviceTimer | None) -> InFlightStep | None:
+    def plan(self, learners: Learners, timer: DeviceTimer | None) -> HostStep | None:
         if len(self._steps) >= self.target.max_in_flight:
             return None
         clock = StageClock(timer)
@@ -80,29 +79,31 @@ class HostExecutor:
             return None
         num_programs = self.target.num_programs
         clock.lap("rest")
-        trees, num_read, num_budgeted = self._draft(spans, learners.policy)
-        clock.lap("draft")
-        waited = self.target.loaded.seconds_waiting
-        step = InFlightStep(spans, trees, num_read, num_budgeted, clock, waited, num_programs)
-        self._take_arrivals(step)
-        return step
+        return HostStep(spans, clock, self._budgets(spans, learners.policy), num_programs)
 
-    def begin(self, batch: InFlightStep) -> None:
-        self._steps.append(batch)
-        self._scheduler.mark_in_flight(batch.spans)
+    def draft(self, plan: HostStep) -> None:
+        if any(budget.max_nodes for budget in plan.budgets):
+            self._draft(plan)
+        plan.clock.lap("draft")
+        plan.waited = self.target.loaded.seconds_waiting
+        self._take_arrivals(plan)
+
+    def score(self, plan: HostStep) -> None:
+        self._steps.append(plan)
+        self._scheduler.mark_in_flight(plan.spans)
         try:
-            batch.target_pass = self.target.begin(pieces_of(batch, self.target.cache))
+            plan.target_pass = self.target.begin(pieces_of(plan, self.target.cache))
         except Exception as error:  # in the result of this step, since those before it come first
-            batch.error = error
+            plan.error = error
 
-    def finish(self) -> StepResult:
+    def verify(self) -> StepResult:
         step = self._steps[0]
         result = self._result(step)
         self._finished = step.spans
         self._steps.popleft()
         return result
 
-    def _result(self, step: InFlightStep) -> StepResult:
+    def _result(self, step: HostStep) -> StepResult:
         clock = step.clock
         clock.skip_to(self._last_pass_end)
         try:
@@ -113,9 +114,10 @@ class HostExecutor:
             self._scheduler.release(step.spans)
             outcomes = self._outcomes(step.spans, step.trees, logits)
             clock.lap("verify")
+            num_budgeted = sum(budget.max_nodes for budget in step.budgets)
             is_first = self.target.num_programs > step.num_programs
             return StepResult(
-                step.spans, clock, outcomes, step.num_read, step.num_budgeted, waited, is_first_of_size=is_first
+                step.spans, clock, outcomes, step.num_read, num_budgeted, waited, is_first_of_size=is_first
             )
         except Exception as error:
             return StepResult(step.spans, clock, error=error)
@@ -123,8 +125,8 @@ class HostExecutor:
     def run_alone(self, span: Span) -> StepResult:
         """Run a step of one request without draft tokens, while no other is in flight."""
         assert not self._steps
-        self.begin(InFlightStep([span], [span.tree()], 0, 0, StageClock(), num_programs=self.target.num_programs))
-        return self.finish()
+        self.score(HostStep([span], StageClock(), num_programs=self.target.num_programs))
+        return self.verify()
 
     def drop(self, spans: Sequence[Span]) -> None:
         """Drop a step; its requests keep nothing of it that is not stored."""
@@ -154,7 +156,7 @@ class HostExecutor:
             if self._rules is not None:
                 self._rules.start(request)
 
-    def _take_arrivals(self, step: InFlightStep) -> None:
+    def _take_arrivals(self, step: HostStep) -> None:
         """Take requests that arrived while trees were drafted: they need not wait for the end of the pass.
 
         A pass within a memory plan, and one of several groups, keeps its size.
@@ -166,40 +168,46 @@ class HostExecutor:
         self._note_start(arrived)
         step.add(arrived)
 
-    def _draft(self, spans: Sequence[Span], policy: SpeculationPolicy) -> tuple[list[TokenTree | None], int, int]:
-        """Draft a tree for each span.
-
-        Returns:
-            The trees (None for a prompt chunk), the tokens that drafters read for the first time, and the nodes that
-            the policy allowed for all trees.
-        """
-        trees = [span.tree() for span in spans]
+    def _budgets(self, spans: Sequence[Span], policy: SpeculationPolicy) -> list[TreeBudget]:
+        """Return the budget of each span's tree: none for chunks of prompts, or where the pass has no draft tokens."""
+        budgets = [OFF] * len(spans)
         decoding = [i for i, span in enumerate(spans) if span.produces_token]
         if self._drafter is None or not decoding or self._is_prioritized:
-            return trees, 0, 0
-        asking, num_slots, num_budgeted = [spans[i] for i in decoding], self._num_draft_slots(spans), 0
-        reading = [span for span in spans if not span.produces_token]
+            return budgets
+        asking, reading = [spans[i] for i in decoding], [span for span in spans if not span.produces_token]
+        num_slots = self._num_draft_slots(spans)
+        with self._drafting_safely(asking):
+            for i, budget in zip(decoding, fit(asking, policy.budgets(asking, reading), num_slots), strict=True):
+                budgets[i] = budget
+        return budgets
+
+    def _draft(self, step: HostStep) -> None:
+        """Draft a tree for each span that produces a token."""
+        drafter, trees = self._drafter, list(step.trees)
+        assert drafter is not None
+        asking = [(i, span, budget) for i, (span, budget) in enumerate(zip(step.spans, step.budgets, strict=True))]
+        asking = [one for one in asking if one[1].produces_token]
+        with self._drafting_safely([span for _, span, _ in asking]):
+            drafted = drafter.draft([span for _, span, _ in asking], [budget for *_, budget in asking])
+            for (i, span, budget), tree in zip(asking, drafted, strict=True):
+                request = span.request
+                if budget.max_nodes and asks_model(budget) and not request.drafter_knows:
+                    request.drafter_knows = True
+                    step.num_read += len(request.token_ids) - request.num_cached if reads_prompts(drafter) else 0
+                if is_sound(tree, span, budget, self.target.loaded.vocab_size):
+                    trees[i] = tree
+            step.trees = trees
+
+    @contextmanager
+    def _drafting_safely(self, spans: Sequence[Span]) -> Iterator[None]:
+        """Return a context in which a failure costs the drafts of these spans: drafts are optional."""
         try:
-            budgets = fit(asking, policy.budgets(asking, reading), num_slots)
-            num_budgeted = sum(budget.max_nodes for budget in budgets)
-            if not num_budgeted:
-                return trees, 0, 0
-            drafted = self._drafter.draft(asking, budgets)
-        except Exception:  # drafts are optional, so the step goes on without them
+            yield
+        except Exception:
             logger.exception("drafting failed; this step decodes plainly")
             self._metrics.num_draft_failures += 1
-            for span in asking:
+            for span in spans:
                 self._endings.forget(span.request)
-            return trees, 0, num_budgeted
-        num_read = 0
-        for i, tree, budget in zip(decoding, drafted, budgets, strict=True):
-            request = spans[i].request
-            if budget.max_nodes and asks_model(budget) and not request.drafter_knows:
-                request.drafter_knows = True
-                num_read += len(request.token_ids) - request.num_cached if reads_prompts(self._drafter) else 0
-            if is_sound(tree, spans[i], budget, self.target.loaded.vocab_size):
-                trees[i] = tree
-        return trees, num_read, num_budgeted
 
     @property
     def _is_prioritized(self) -> bool:
@@ -233,3 +241,26 @@ class HostExecutor:
             return []
         trees = [tree for _, tree in decoding]
         return verify(self._verification, logits, [span.request for span, _ in decoding], trees)
+
+
+def fit(spans: Sequence[Span], budgets: Sequence[TreeBudget], free_slots: int) -> list[TreeBudget]:
+    """Return the budgets, cut to the tokens that each request may still emit and to the free slots."""
+    fitting = []
+    for span, budget in zip(spans, budgets, strict=True):
+        # The token after the path needs no draft token, so the path may be one shorter.
+        budget = budget.cut(span.request.max_new_tokens - 1, free_slots) if span.request.may_guess else OFF
+        free_slots -= budget.max_nodes
+        fitting.append(budget)
+    return fitting
+
+
+def is_sound(tree: TokenTree, span: Span, budget: TreeBudget, vocab_size: int) -> bool:
+    """Return whether a tree keeps within its budget, starts at the last token, and has only tokens of the target."""
+    known = min(tree.tokens) >= 0 and max(tree.tokens) < vocab_size
+    rooted = tree.tokens[0] == span.request.token_ids[-1]
+    return known and rooted and tree.num_guessed <= budget.max_nodes and tree.max_depth <= budget.max_depth
+
+
+def asks_model(budget: TreeBudget) -> bool:
+    """Return whether the budget uses a drafter that has to read the previous tokens first; lookups read as they go."""
+    return budget.drafters is None or any(map(is_model, budget.drafters))

@@ -72,7 +72,7 @@ class Recovery:
             return [span.request for span in spans]
         requests = []
         while self._host.num_in_flight:
-            requests += self.commit(self._host, self._host.finish())
+            requests += self.commit(self._host, self._host.verify())
         return requests + self._step_apart(spans, error)
 
     def _step_apart(self, spans: Sequence[Span], error: Exception) -> list[Request]:

@@ -17,12 +17,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from specinfer.core.request import FinishReason, Request, Span
-from specinfer.engine.first_tokens import FirstTokens
-from specinfer.engine.grammar_turns import GrammarTurns
-from specinfer.engine.pass_turns import PassTurns
-from specinfer.engine.prompt_room import PromptRoom
-from specinfer.engine.shared_prefixes import is_being_computed
-from specinfer.engine.token_shares import token_shares
+from specinfer.engine.prompts import FirstTokens, PromptRoom, is_being_computed, token_shares
+from specinfer.engine.turns import GrammarTurns, PassTurns
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.model.kv_cache import KVCache
 from specinfer.policy.slo_planner import SLOPlanner

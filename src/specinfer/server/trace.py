@@ -24,7 +24,7 @@ from specinfer.core.speculation import StepTrace
 from specinfer.core.step_record import StepRecord
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree import TokenTree
-from specinfer.engine.trace import target_probs, trace_step
+from specinfer.engine.emission import target_probs, trace_step
 from specinfer.generation import Generation
 from specinfer.server.config import open_private
 from specinfer.verify import Acceptance

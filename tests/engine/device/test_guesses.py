@@ -113,13 +113,13 @@ def test_a_model_reads_what_steps_of_lookups_alone_emitted(pair: Pair, plain: li
 def test_two_steps_are_in_flight_while_lookups_are_not_asked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, counts = make_device_engine(pair[0], lookups=["suffix"]), list[int]()
     executor = executor_of(engine)
-    begin = executor.begin
+    score = executor.score
 
     def begun(launch: Launch) -> None:
-        begin(launch)
+        score(launch)
         counts.append(executor.num_in_flight)
 
-    monkeypatch.setattr(executor, "begin", begun)
+    monkeypatch.setattr(executor, "score", begun)
     run(engine, _requests()[:3])
     assert max(counts) == 2
 

@@ -152,13 +152,13 @@ def test_steps_far_from_the_budget_have_no_masks_and_wait_for_nothing(
     request = _request(0, replace(GREEDY, max_tokens=60, thinking_token_budget=30))
     engine, in_flight = make_device_engine(*pair, TREES["2,2,1"]), dict[int, int]()
     executor = executor_of(engine)
-    begin = executor.begin
+    score = executor.score
 
     def noted_begin(batch: Any) -> None:
-        begin(batch)
+        score(batch)
         in_flight[request.num_output] = executor.num_in_flight
 
-    monkeypatch.setattr(executor, "begin", noted_begin)
+    monkeypatch.setattr(executor, "score", noted_begin)
     engine.add(request)
     while engine.has_work:
         engine.step()

@@ -139,7 +139,7 @@ class DeviceExecutor:
 
     # ---------------------------------------------------------------------------------------- launch
 
-    def next_batch(self, learners: Learners, timer: DeviceTimer | None) -> Launch | None:
+    def plan(self, learners: Learners, timer: DeviceTimer | None) -> Launch | None:
         if self._error is not None or len(self._launches) >= MAX_IN_FLIGHT:
             return None
         try:
@@ -220,13 +220,21 @@ class DeviceExecutor:
         self.leave()
         return None
 
-    def begin(self, batch: Launch) -> None:
+    def draft(self, plan: Launch) -> None:
         try:
-            self._launch(batch)
-        except Exception as error:  # such as a program that cannot be captured
+            self._reserve(plan)
+        except Exception as error:
             self._error = error
 
-    def _launch(self, launch: Launch) -> None:
+    def score(self, plan: Launch) -> None:
+        if self._error is None:
+            try:
+                self._device.launch(plan)
+            except Exception as error:  # such as a program that cannot be captured
+                self._error = error
+
+    def _reserve(self, launch: Launch) -> None:
+        """Reserve the slots of a step, whose programs draft, score and verify."""
         if not launch.size.num_models:
             for one in launch.device_requests:
                 one.drafted_by.clear()  # from here on the drafters miss the emitted tokens
@@ -237,7 +245,6 @@ class DeviceExecutor:
         self._scheduler.charge([one.request for one in launch.device_requests])
         self._served.reserve(launch)
         self._drafts.share_slots(launch)
-        self._device.launch(launch)
 
     def _num_draft_slots(self) -> int:
         """Return the draft tokens allowed for each request in the next step, or -1 if the last tokens have no slots."""
@@ -249,7 +256,7 @@ class DeviceExecutor:
 
     # ------------------------------------------------------------------------------------------ read
 
-    def finish(self) -> StepResult:
+    def verify(self) -> StepResult:
         clock = self._launches[0].clock if self._launches else StageClock()
         try:
             if self._error is not None:

@@ -1,7 +1,9 @@
-"""Turns of running requests where several passes are in flight at once: each pass has a group of them."""
+"""Turns of running requests: where several passes are in flight at once, and where grammars take the engine's time."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
+from specinfer.core.grammar.limits import MaskCredit
 from specinfer.core.request import Request
 
 
@@ -45,3 +47,40 @@ class PassTurns:
     def forget(self, request: Request) -> None:
         """Forget the turn of a request that does not run any more."""
         self._last.pop(request.request_id, None)
+
+
+_MAX_TENANTS = 1024  # whose credit is kept after their last request
+
+
+class GrammarTurns:
+    """The credit of each tenant for masks of grammars, and the tenants that have used theirs up.
+
+    Attributes:
+        is_resting: True if the last choice left out all requests.
+    """
+
+    def __init__(self) -> None:
+        self._credits: dict[str, MaskCredit] = {}
+        self.is_resting = False
+
+    def add(self, request: Request) -> None:
+        """Let the grammar of a queued request spend its tenant's credit, if its time is limited."""
+        if request.grammar is None or not request.grammar.is_limited:
+            return
+        if len(self._credits) >= _MAX_TENANTS:
+            self._credits = {tenant: one for tenant, one in self._credits.items() if not one.is_full}
+        request.grammar.credit = self._credits.setdefault(request.tenant, MaskCredit())
+
+    def choose(self, requests: Sequence[Request]) -> list[Request]:
+        """Return the requests that run now: of a tenant those whose masks its credit will pay."""
+        planned = defaultdict[str, float](float)
+        chosen = []
+        for request in requests:
+            grammar = request.grammar
+            if grammar is not None and grammar.credit is not None:
+                if grammar.credit.left <= planned[request.tenant]:
+                    continue
+                planned[request.tenant] += grammar.last_seconds
+            chosen.append(request)
+        self.is_resting = bool(requests) and not chosen
+        return chosen

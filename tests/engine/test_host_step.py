@@ -5,18 +5,19 @@ import torch
 from specinfer import SamplingParams
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.tree import TokenTree
-from specinfer.engine.in_flight_step import InFlightStep
-from specinfer.engine.pass_rows import logits_by_tree, pieces_of
+from specinfer.engine.host_step import HostStep, logits_by_tree, pieces_of
 from specinfer.engine.timer import StageClock
 from specinfer.model.kv_cache import KVCache
 from tiny import make_request
 
 
-def _step(*requests: Request) -> InFlightStep:
+def _step(*requests: Request) -> HostStep:
     """Chunk, prompt with log-probabilities and a tree, and a last token with a tree, as far as there are requests."""
     spans = [Span(request, 0, end) for request, end in zip(requests, (2, 3, 1), strict=False)]
     trees = [None, TokenTree.chain(3, [7, 8], "a"), TokenTree.chain(4, [9], "a")]
-    return InFlightStep(spans, trees[: len(spans)], 0, 0, StageClock())
+    step = HostStep(spans, StageClock())
+    step.trees = trees[: len(spans)]
+    return step
 
 
 def _requests() -> list[Request]:
