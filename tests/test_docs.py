@@ -18,6 +18,7 @@ PACKAGE = ROOT / "src" / "specinfer"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FOLDERS = ("src", "tests", "tools", "examples", "deploy", "docs", "benchmarks")
+ABOUT_CODE = ["CONTRIBUTING.md", "docs/architecture.md", "docs/gpu.md", "docs/verification.md"]
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?<![\w./~*{-])[\w-][\w./-]*\.(?:py|h|cpp|toml|css|js)\b")
 # Another program, files of clients, and a name that is not to be given.
@@ -80,10 +81,36 @@ def test_a_page_names_commands_and_flags_that_exist(page: Path) -> None:
             assert flags <= known[path], f"{line}: {flags - known[path]}"
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md", "docs/gpu.md", "docs/verification.md"])
+@pytest.mark.parametrize("name", ABOUT_CODE)
 def test_a_page_about_the_code_names_folders_that_exist(name: str) -> None:
     spans = re.findall(r"`([\w/]+)/`", BLOCK.sub("", (ROOT / name).read_text()))
     assert all((ROOT / folder).is_dir() or any(PACKAGE.rglob(folder)) for folder in spans), spans
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_a_page_names_paths_in_the_repository_that_exist(page: Path) -> None:
+    for span in re.findall(rf"`((?:{'|'.join(FOLDERS)})/\w[\w./-]*)`", page.read_text()):
+        assert (ROOT / span).exists(), span
+
+
+def test_tests_that_a_gpu_is_to_run_are_selected() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for file, words in re.findall(r'`pytest -m gpu (\S+?)(?: -k "?([\w ]+?)"?)?`', page):
+        names = re.findall(r"def (test_\w+)", (ROOT / file).read_text())
+        assert all(any(word in name for name in names) for word in words.split(" or ")), f"{file} {words}"
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    return "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", ABOUT_CODE)
+def test_a_page_about_the_code_names_classes_and_methods_that_exist(name: str, sources: str) -> None:
+    spans = re.findall(r"`([A-Z][A-Za-z]*[a-z])(?:\.([a-z_]+))?(?:\(.*?\))?`", BLOCK.sub("", (ROOT / name).read_text()))
+    for kind, member in spans:
+        assert re.search(rf"^(?:class {kind}\b|{kind}\b.* = )", sources, re.MULTILINE), kind
+        assert re.search(rf"^    (?:async )?(?:def )?{member}\b", sources, re.MULTILINE), f"{kind}.{member}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
