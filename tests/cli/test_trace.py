@@ -119,12 +119,12 @@ def test_output_of_a_model_cannot_move_the_cursor(save: Callable[[Lines], str]) 
     assert "\x1b" not in run(save(lines))
 
 
-def test_the_summary_counts_guesses_whose_parent_was_kept(save: Callable[[Lines], str]) -> None:
+def test_the_summary_counts_draft_tokens_whose_parent_was_accepted(save: Callable[[Lines], str]) -> None:
     shown = run(save(small()), "--summary")
     assert "1 request of m: 3 tokens in 1 pass, 3.00 a pass; 2 of 3 draft tokens accepted" in shown
     assert "passes by the tokens they emitted: 3: 1" in shown
     rows = [line.split() for line in shown.splitlines()]
-    assert ["1", "2", "1", "50.0%", "50.0%", "25.0%"] in rows  # depth 1: two tried, one kept
+    assert ["1", "2", "1", "50.0%", "50.0%", "25.0%"] in rows  # depth 1: two verified, one accepted
     assert ["2", "1", "0", "0.0%", "50.0%", "25.0%"] in rows  # rank 2
     assert ["d", "3", "2", "66.7%", "50.0%", "25.0%"] in rows
 
@@ -133,7 +133,7 @@ def test_what_hangs_on_the_last_token_was_not_put_to_the_test() -> None:
     step = small()[2] | {"path": [1], "next": None}
     tally = Tally()
     tally.add([Step.from_record(step)])
-    assert {depth: (share.tried, share.kept) for depth, share in tally.by_depth.items()} == {1: (2, 1)}
+    assert {depth: (share.verified, share.accepted) for depth, share in tally.by_depth.items()} == {1: (2, 1)}
 
 
 def test_a_summary_agrees_with_the_counters_of_the_engine(written: Path) -> None:
@@ -143,8 +143,8 @@ def test_a_summary_agrees_with_the_counters_of_the_engine(written: Path) -> None
         tally.add(file.steps(request))
         assert request.end is not None
         told = request.end["speculative_decoding"]
-        assert (tally.num_passes, tally.num_guessed) == (told["num_target_passes"], told["num_draft_tokens"])
-        assert tally.num_kept == told["num_accepted_draft_tokens"]
+        assert (tally.num_passes, tally.num_drafted) == (told["num_target_passes"], told["num_draft_tokens"])
+        assert tally.num_accepted == told["num_accepted_draft_tokens"]
         assert tally.tokens_per_pass == pytest.approx(told["tokens_per_pass"])
     file.close()
 
@@ -153,10 +153,10 @@ def test_the_reader_knows_what_the_writer_writes() -> None:
     assert NEWEST_VERSION == VERSION
 
 
-def test_requests_that_did_not_end_and_lines_left_out_are_reported(save: Callable[[Lines], str]) -> None:
+def test_requests_that_did_not_end_and_skipped_lines_are_reported(save: Callable[[Lines], str]) -> None:
     shown = run(save([*small()[:3], {"type": "left_out", "lines": 4}]))
     assert "the trace ends before this request does" in shown
-    assert "4 lines were left out" in shown
+    assert "4 lines were skipped" in shown
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_cut_file_is_read_up_to_its_last_line(written: Path, tmp_path: Path) -
     shorter = tmp_path / "shorter.jsonl"
     shorter.write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1])
     *lines, told = run(str(path), "--summary").splitlines()
-    assert told.startswith("the last line is unfinished")
+    assert told.startswith("the last line is incomplete")
     assert lines == run(str(shorter), "--summary").splitlines()
 
 

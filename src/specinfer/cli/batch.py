@@ -59,10 +59,10 @@ def run_batch(
         output, skipped_ids = _open_output(output_file, files, resume=resume)
         quiet_libraries(debug=debug)
         llm = load(args, screen)
-        kept = files.pop_all()
+        opened_files = files.pop_all()
     from specinfer.reporting.progress_bar import stage_bar
 
-    with _naming(output_file), kept, stage_bar(screen.err) as bar:
+    with _naming(output_file), opened_files, stage_bar(screen.err) as bar:
         bar.stage("requests", total)
         names = tuple(served_model_name or [without_revision(args.model)])
         concurrency = max_concurrency or 2 * llm.max_num_seqs

@@ -148,8 +148,8 @@ class _BestStep:
     ) -> None:
         from specinfer.engine.emission import target_probs, trace_step
 
-        kept = len(acceptance.path[:num_generated])
-        counts = kept, len(tree) - 1 - kept
+        num_accepted = len(acceptance.path[:num_generated])
+        counts = num_accepted, len(tree) - 1 - num_accepted
         if counts > self._best and len(tree) - 1 <= _MAX_NODES and max(tree.depths) <= _MAX_DEPTH:
             probs = target_probs(tree, acceptance, logits)
             self._best, self.step = counts, trace_step(request, tree, acceptance, probs, num_generated)

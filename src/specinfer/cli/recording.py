@@ -125,7 +125,7 @@ class Recording:
         self.path = path
         self.model = ""
         self.requests: list[Recorded] = []
-        self.num_left_out = 0
+        self.num_skipped = 0
         self.is_cut = False  # the last line is incomplete: the server was killed, the disk is full, or it still writes
         self._open: dict[str, Recorded] = {}
         try:
@@ -179,7 +179,7 @@ class Recording:
             self._request(record).end = record
             del self._open[record["request"]]
         elif kind == "left_out":
-            self.num_left_out = _int(record, "lines")
+            self.num_skipped = _int(record, "lines")
         else:
             raise ValueError(f"type {kind!r:.40} is not known; is this a trace?")
 
@@ -258,17 +258,17 @@ class AcceptanceCounts:
 
     Attributes:
         q: Sum of the drafters' probabilities.
-        p: Sum of the target's probabilities. With sampling from the plain distribution, it is the expected `kept`.
+        p: Sum of the target's probabilities. With sampling from the plain distribution, it is the expected `accepted`.
     """
 
-    tried: int = 0
-    kept: int = 0
+    verified: int = 0
+    accepted: int = 0
     q: float = 0.0
     p: float = 0.0
 
-    def add(self, q: float | None, p: float | None, *, kept: bool) -> None:
-        self.tried += 1
-        self.kept += kept
+    def add(self, q: float | None, p: float | None, *, is_accepted: bool) -> None:
+        self.verified += 1
+        self.accepted += is_accepted
         self.q += q or 0.0
         self.p += p or 0.0
 
@@ -279,8 +279,8 @@ class Tally:
 
     num_passes: int = 0
     num_generated: int = 0
-    num_guessed: int = 0
-    num_kept: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     by_depth: dict[int, AcceptanceCounts] = field(default_factory=dict)
     by_rank: dict[int, AcceptanceCounts] = field(default_factory=dict)
     by_drafter: dict[str, AcceptanceCounts] = field(default_factory=dict)
@@ -293,19 +293,19 @@ class Tally:
     def _add(self, step: Step) -> None:
         self.num_passes += 1
         self.num_generated += step.num_generated
-        self.num_guessed += len(step.nodes)
-        self.num_kept += len(step.path)
+        self.num_drafted += len(step.nodes)
+        self.num_accepted += len(step.path)
         self.passes_by_generated[step.num_generated] = self.passes_by_generated.get(step.num_generated, 0) + 1
         tested = {0, *step.path}
         if step.next is None and step.path:
             tested.remove(step.path[-1])  # the output ended at this node, so its children were not verified
         for place, node in enumerate(step.nodes, start=1):
             if node.parent in tested:
-                kept = place in step.path
-                self.by_depth.setdefault(node.depth, AcceptanceCounts()).add(node.q, node.p, kept=kept)
-                self.by_rank.setdefault(node.rank, AcceptanceCounts()).add(node.q, node.p, kept=kept)
+                is_accepted = place in step.path
+                self.by_depth.setdefault(node.depth, AcceptanceCounts()).add(node.q, node.p, is_accepted=is_accepted)
+                self.by_rank.setdefault(node.rank, AcceptanceCounts()).add(node.q, node.p, is_accepted=is_accepted)
                 for name in node.drafters:
-                    self.by_drafter.setdefault(name, AcceptanceCounts()).add(node.q, node.p, kept=kept)
+                    self.by_drafter.setdefault(name, AcceptanceCounts()).add(node.q, node.p, is_accepted=is_accepted)
 
     @property
     def tokens_per_pass(self) -> float:

@@ -244,14 +244,18 @@ def stats_line(tokens: int, seconds: float, stats: Any, origins: Sequence[str | 
     speed = f"{seconds:.2f} s · {tokens / seconds:.1f} tokens/s"
     if not stats:
         return f"{counted(tokens, 'token')} · {speed}"
-    kept, guessed = stats["num_accepted_draft_tokens"], stats["num_draft_tokens"]
-    guesses = f"{kept} of {guessed} draft tokens accepted ({kept / guessed:.0%})" if guessed else "no draft tokens"
+    num_accepted, num_drafted = stats["num_accepted_draft_tokens"], stats["num_draft_tokens"]
+    drafted = (
+        f"{num_accepted} of {num_drafted} draft tokens accepted ({num_accepted / num_drafted:.0%})"
+        if num_drafted
+        else "no draft tokens"
+    )
     drafters = Counter(origin for origin in origins if origin is not None)
     if len(drafters) > 1:
-        guesses += ", by " + ", ".join(f"{name} {count}" for name, count in drafters.most_common())
+        drafted += ", by " + ", ".join(f"{name} {count}" for name, count in drafters.most_common())
     made = f"{counted(tokens, 'token')} in {counted(stats['num_target_passes'], 'target pass')}"
     reason = f"\n{stats['reason']}" if stats.get("reason") else ""
-    return f"{made}: {stats['tokens_per_pass']:.2f} a pass · {guesses} · {speed}{reason}"
+    return f"{made}: {stats['tokens_per_pass']:.2f} a pass · {drafted} · {speed}{reason}"
 
 
 def _excerpt(prompt: str | None) -> str:

@@ -46,7 +46,7 @@ class Painter:
 
 
 class WordWrap:
-    """A line breaker between words; an incomplete word is kept back.
+    """A line breaker between words; an incomplete word is withheld.
 
     Args:
         width: Maximum columns of a line, unless a single word is longer.
@@ -72,7 +72,7 @@ class WordWrap:
                 self._gap = char, origin
 
     def flush(self) -> Iterator[Stretch]:
-        """Yield the text that was kept back."""
+        """Yield the text that was withheld."""
         if self._gap is not None:
             breaks = bool(self._word) and self._column + 1 + len(self._word) > self._width
             self._column = 0 if breaks else self._column + 1

@@ -140,26 +140,28 @@ class Player:
         tally = Tally()
         for request in self._requests:
             tally.add(self._recording.steps(request))
-        kept = (
-            f"{tally.num_kept} of {tally.num_guessed} draft tokens accepted" if tally.num_guessed else "no draft tokens"
+        accepted = (
+            f"{tally.num_accepted} of {tally.num_drafted} draft tokens accepted"
+            if tally.num_drafted
+            else "no draft tokens"
         )
         self.console.print(
             f"{counted(len(self._requests), 'request')} of {self._recording.model or 'a model'}: "
             f"{counted(tally.num_generated, 'token')} in {counted(tally.num_passes, 'pass')}, "
-            f"{tally.tokens_per_pass:.2f} a pass; {kept}"
+            f"{tally.tokens_per_pass:.2f} a pass; {accepted}"
         )
         spread = ", ".join(
             f"{tokens}: {tally.passes_by_generated[tokens]}" for tokens in sorted(tally.passes_by_generated)
         )
         if spread:
             self.console.print(f"passes by the tokens they emitted: {spread}")
-        if tally.num_guessed:
-            self.console.print("\nGuesses whose parent was kept, and so were put to the test:")
+        if tally.num_drafted:
+            self.console.print("\nDraft tokens that were verified, because their parent was accepted:")
             self.console.print(_table("depth", {str(depth): tally.by_depth[depth] for depth in sorted(tally.by_depth)}))
             self.console.print(_table("rank", {str(rank): tally.by_rank[rank] for rank in sorted(tally.by_rank)}))
             self.console.print(_table("drafter", dict(sorted(tally.by_drafter.items()))))
             self.console.print(
-                "kept: observed · q: as sure as the drafters were · p: the target's probability, which is the share to "
+                "q: mean probability by the drafters · p: mean probability by the target, which is the share to "
                 "be expected where text is sampled from its plain distribution"
             )
         self._name_gaps()
@@ -189,12 +191,12 @@ class Player:
         return Text(printable(ending + (f" · {error}" if error else "") + "\n"), style="dim")
 
     def _step(self, request: Recorded, number: int, step: Step, tokens: list[tuple[str, str | None]]) -> RenderableType:
-        guesses = (
+        accepted = (
             f"{len(step.path)} of {counted(len(step.nodes), 'draft token')} accepted"
             if step.nodes
             else "no draft tokens"
         )
-        title = f"step {number} of {len(request.offsets)} · {guesses} · {counted(step.num_generated, 'token')}"
+        title = f"step {number} of {len(request.offsets)} · {accepted} · {counted(step.num_generated, 'token')}"
         return Group(Text(title, style="bold"), self._text(request, tokens), render_tree(step, self._color))
 
     def _text(self, request: Recorded, tokens: list[tuple[str, str | None]]) -> Text:
@@ -211,10 +213,10 @@ class Player:
 
     def _name_gaps(self) -> None:
         if self._recording.is_cut:
-            self.console.print("the last line is unfinished and left aside: the server was killed, or still writes")
-        if self._recording.num_left_out:
-            lines = counted(self._recording.num_left_out, "line")
-            self.console.print(f"{lines} were left out when this was written: the disk was too slow")
+            self.console.print("the last line is incomplete and ignored: the server was killed, or still writes")
+        if self._recording.num_skipped:
+            lines = counted(self._recording.num_skipped, "line")
+            self.console.print(f"{lines} were skipped when this was written: the disk was too slow")
 
     # -------------------------------------------------------------------------------------- pauses
 
@@ -234,9 +236,11 @@ class Player:
 
 def _table(name: str, shares: dict[str, AcceptanceCounts]) -> Table:
     table = Table(name, box=None)
-    for word in ("tried", "kept", "share", "q", "p"):
+    for word in ("verified", "accepted", "share", "q", "p"):
         table.add_column(word, justify="right")
     for label, share in shares.items():
-        parts = (share.kept, share.q, share.p)
-        table.add_row(label, str(share.tried), str(share.kept), *(f"{part / share.tried:.1%}" for part in parts))
+        parts = (share.accepted, share.q, share.p)
+        table.add_row(
+            label, str(share.verified), str(share.accepted), *(f"{part / share.verified:.1%}" for part in parts)
+        )
     return table

@@ -18,16 +18,17 @@ def render_tree(step: Step, color: Callable[[str], str]) -> Tree:
         color: Returns the colour of a drafter.
     """
     tree = Tree(Text(_visible(step.root)), guide_style="dim")
-    branches, kept = [tree], set(step.path)
+    branches, accepted = [tree], set(step.path)
     by_parent: dict[int, list[int]] = {}
     for place, node in enumerate(step.nodes, start=1):
         by_parent.setdefault(node.parent, []).append(place)
-        label = _label(node, color(next(iter(node.drafters), "?")), is_kept=place in kept)
-        branches.append(Tree(label, guide_style="bold" if place in kept else "dim"))
+        label = _label(node, color(next(iter(node.drafters), "?")), is_accepted=place in accepted)
+        branches.append(Tree(label, guide_style="bold" if place in accepted else "dim"))
     last = step.path[-1] if step.path else 0
     for parent, places in by_parent.items():
         # The accepted path comes first.
-        branches[parent].children += [branches[place] for place in sorted(places, key=lambda place: place not in kept)]
+        places.sort(key=lambda place: place not in accepted)
+        branches[parent].children += [branches[place] for place in places]
     if step.next is not None:
         label = Text.assemble(
             (_visible(step.next), f"bold {TARGET_COLOR}"), (_numbers("target", None, step.next.p), TARGET_COLOR)
@@ -41,10 +42,10 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
-def _label(node: Node, color: str, *, is_kept: bool) -> Text:
-    weight = "bold" if is_kept else "dim"
+def _label(node: Node, color: str, *, is_accepted: bool) -> Text:
+    weight = "bold" if is_accepted else "dim"
     numbers = _numbers("+".join(node.drafters) or "?", node.q, node.p)
-    return Text.assemble((_visible(node), f"{weight} {color}"), (numbers, "" if is_kept else "dim"))
+    return Text.assemble((_visible(node), f"{weight} {color}"), (numbers, "" if is_accepted else "dim"))
 
 
 def _numbers(label: str, q: float | None, p: float | None) -> str:

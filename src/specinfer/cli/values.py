@@ -32,8 +32,8 @@ def join_dotted(flag: str, words: Sequence[str]) -> list[str]:
     """Replace vLLM's `--flag.key value` in a command line by a single `--flag JSON`."""
     rest: list[str] = []
     values: dict[str, Any] = {}
-    left = iter(words)
-    for word in left:
+    words_left = iter(words)
+    for word in words_left:
         name, equals, value = word.partition("=")
         start, dot, key = name.partition(".")
         if not dot or start.replace("_", "-") != flag:
@@ -41,7 +41,7 @@ def join_dotted(flag: str, words: Sequence[str]) -> list[str]:
             continue
         key = key.replace("-", "_")
         if not equals:
-            value = next(left, "")
+            value = next(words_left, "")
         if not key or not value:
             raise ValueError(f"{flag[2:]}: {name} needs a key and a value, as in {flag}.method ngram")
         try:

@@ -145,7 +145,7 @@ class Place:
 
     Attributes:
         host: Address of rank 0.
-        port: Port there. Ranks on one machine use no port.
+        port: Port of rank 0. Ranks on one machine use no port.
         is_hosted: True if torchrun listens at that port itself.
         num_started: Number of ranks that this one starts on its machine; they have the next rank numbers.
         folder: Private folder for the sockets of ranks on one machine, or "" if rank 0 is to create one.

@@ -74,7 +74,7 @@ class SamplingParams:
             parameters and this number. Under multi-step and traversal verification it also depends on the draft tokens:
             on the drafters, the tree and what they have learned. None and -1 leave the choice to the engine.
         stop: Strings that end the output; they are not part of the text unless asked for. They do not
-            count in a thought. Empty ones are left out.
+            count in a thought. Empty ones are ignored.
         stop_token_ids: Tokens that end the output.
         max_tokens: Maximum number of tokens to generate; None continues to the end of the context.
         min_tokens: Number of tokens before which no end-of-text or stop token is emitted.

@@ -16,7 +16,7 @@ class StructuredOutputsParams:
     """The constraint on the output: exactly one of the fields.
 
     Attributes:
-        json: A JSON schema, as text or as a dict; kept as text.
+        json: A JSON schema, as text or as a dict; stored as text.
         regex: A regular expression that the whole output matches.
         choice: Strings, one of which is the output.
         grammar: A grammar in Lark's notation, whose first rule is `start` and which the output matches.

@@ -44,7 +44,7 @@ class TextBuffer:
         self.ends: list[int] = []  # for each token, the length of the text after it
 
     def push(self, token: int, *, may_stop: bool = True) -> str | None:
-        """Add one token's text and return the stop string that ends the output here, or None."""
+        """Add one token's text and return the stop string that ends the output with it, or None."""
         before = len(self.text)
         self._add(token)
         before = self._find_answer(before)

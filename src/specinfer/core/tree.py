@@ -31,7 +31,7 @@ class TreeBudget:
             children for each node of depth i, from each drafter. If empty, the tree grows best first: it takes
             the most promising nodes within the limits.
         num_drafters: Number of drafters that each grow their own expansion.
-        min_path_prob: Best first leaves out nodes that are less likely than this to be accepted.
+        min_path_prob: Best first skips nodes that are less likely than this to be accepted.
         min_gain: Best first stops where a further level, over all requests, is expected to yield fewer
             accepted tokens than this.
         drafters: Names of the drafters that are used; None is all of them.

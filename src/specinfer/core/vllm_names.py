@@ -1,4 +1,4 @@
-"""vLLM's arguments, flags and keys in the place of ours: translated, left out or refused, by `vllm_tables`."""
+"""vLLM's arguments, flags and keys in the place of ours: translated, ignored or refused, by `vllm_tables`."""
 
 import difflib
 import functools
@@ -37,16 +37,16 @@ def without_vllm_names(
     Raises:
         ValueError: An argument would have an effect in vLLM that it cannot have here; the message names the remedy.
     """
-    kept, known = {}, frozenset(ours)
+    remaining, known = {}, frozenset(ours)
     for name, value in given.items():
         entry = None if name in known else table.get(name)
         if entry is None:
-            kept[name] = value
+            remaining[name] = value
         elif entry.accepted is not None and value not in entry.accepted:
             raise ValueError(f"{place}{name}: {value!r:.60} has no equivalent: {entry.about}")
         elif value is not None:
             _note(name, entry.about)
-    return kept
+    return remaining
 
 
 @functools.cache
@@ -61,9 +61,9 @@ def without_vllm_flags(words: Sequence[str], known: Container[str]) -> list[str]
     Args:
         known: Flags that the command has itself.
     """
-    kept: list[str] = []
-    left = iter(words)
-    for word in left:
+    remaining: list[str] = []
+    words_left = iter(words)
+    for word in words_left:
         flag, equals, value = word.replace("_", "-").partition("=")
         name = flag.removeprefix("--").removeprefix("no-").partition(".")[0].replace("-", "_")
         entry = ENGINE.get(name) if flag.startswith("--") and flag not in known else None
@@ -71,13 +71,13 @@ def without_vllm_flags(words: Sequence[str], known: Container[str]) -> list[str]
         if entry is not None and entry.is_switch:
             value = value or ("false" if flag.startswith("--no-") else "true")
         elif entry is not None and not equals:
-            taken += [value for value in (next(left, None),) if value is not None]
+            taken += [value for value in (next(words_left, None),) if value is not None]
             value = taken[-1]
         if entry is None or (entry.accepted is not None and value.lower() not in map(_as_word, entry.accepted)):
-            kept += taken
+            remaining += taken
         else:
             _note(name, entry.about)
-    return kept
+    return remaining
 
 
 def _as_word(value: object) -> str:

@@ -116,7 +116,7 @@ def remove(name: str) -> int:
 def download(
     name: str, gguf_type: str | None = None, revision: str | None = None, progress: ProgressCallback | None = None
 ) -> Path:
-    """Download what is needed of a model and return its folder or GGUF file; files that are there already are kept.
+    """Download what is needed of a model and return its folder or GGUF file; existing files are not downloaded again.
 
     Args:
         gguf_type: Type of the GGUF file to take, such as Q4_K_M, or None for safetensors, or else the usual type.

@@ -1,6 +1,6 @@
 """Checks of a constraint before it is compiled: it is refused, or becomes a text that compiles.
 
-A JSON schema is prepared (`json_schema.py`). What no grammar can enforce is left out of a lenient schema: keywords, or
+A JSON schema is prepared (`json_schema.py`). What no grammar can enforce is ignored in a lenient schema: keywords, or
 all but its type. A strict one is refused because of it.
 """
 
@@ -73,7 +73,7 @@ class _Part:
 
     Attributes:
         text: The constraint as it is compiled.
-        ignored: What is left out of its schema.
+        ignored: What is ignored of its schema.
         fault: What is wrong with it and what to change, or None if nothing is.
     """
 
@@ -98,7 +98,7 @@ class _Part:
             self._prepare(None)
 
     def mend(self, tokenizer: LLTokenizer) -> None:
-        """Find what is wrong if it does not compile; what cannot be enforced is left out of a lenient schema."""
+        """Find what is wrong if it does not compile; what cannot be enforced is ignored in a lenient schema."""
         if (error := _error(tokenizer, self.kind, self.text)) is None:
             return
         pattern = self._options.get("whitespace_pattern")

@@ -1,4 +1,4 @@
-"""JSON schemas as they are compiled: objects are closed, and keywords that no grammar can enforce are left out.
+"""JSON schemas as they are compiled: objects are closed, and keywords that no grammar can enforce are ignored.
 
 Null is as missing. An object that names properties has no others unless the schema says so. Schemas that describe one
 object together (`allOf`, or `$ref` and `anyOf` next to `properties`) stay open, and the object is closed around the
@@ -59,7 +59,7 @@ class Ignored(NamedTuple):
 
 
 def prepare(schema: dict[str, Any], pattern_error: Callable[[str], str | None]) -> tuple[dict[str, Any], list[Ignored]]:
-    """Return a schema as it is compiled, and what was left out of it.
+    """Return a schema as it is compiled, and what was ignored of it.
 
     Args:
         pattern_error: Returns why a regular expression cannot be enforced, or None if it can.
@@ -78,7 +78,7 @@ class _Preparation:
     """The work on one schema.
 
     Attributes:
-        ignored: What was left out so far.
+        ignored: What was ignored so far.
         waiting: Definitions that have a name and are not prepared yet: name, place, schema, `is_part`.
     """
 
@@ -97,7 +97,7 @@ class _Preparation:
         if node is None or isinstance(node, bool):
             return node is not False
         if not isinstance(node, dict):
-            self._leave_out(place, f"must be a schema, not {node!r:.40}")
+            self._ignore(place, f"must be a schema, not {node!r:.40}")
             return True
         types = {name for name in type_names(node.get("type")) if name in TYPES} or TYPES
         given = {
@@ -110,7 +110,7 @@ class _Preparation:
         if not isinstance(given.get("items"), list):
             given.pop("additionalItems", None)  # it has no meaning then
         if "pattern" in given or "patternProperties" in given:
-            self._leave_out_patterns(given, place)
+            self._ignore_patterns(given, place)
         is_mixed = _is_mixed(given)
         made: dict[str, Any] = {}
         for key, value in given.items():
@@ -127,50 +127,50 @@ class _Preparation:
             self._add_type(made, value, place)
         elif key == "$ref" and isinstance(value, str):
             if (target := self._target(value)) is None:
-                self._leave_out(place, f"{value!r:.60} is not in this schema")
+                self._ignore(place, f"{value!r:.60} is not in this schema")
             else:
                 made[key] = f"#/$defs/{self._definition(target, value, is_part)}"
         elif key in _MAPS and isinstance(value, dict):
             made[key] = {name: self.prepared(each, f"{place}.{name}", is_part=False) for name, each in value.items()}
         elif key in _LISTS and isinstance(value, list):
-            within, kept = is_part and key in _IN_PLACE, [each for each in value if each is not None]
-            made[key] = [self.prepared(each, f"{place}[{i}]", is_part=within) for i, each in enumerate(kept)]
+            within, schemas = is_part and key in _IN_PLACE, [each for each in value if each is not None]
+            made[key] = [self.prepared(each, f"{place}[{i}]", is_part=within) for i, each in enumerate(schemas)]
         elif key in _SCHEMAS and isinstance(value, (dict, bool)):
             made[key] = self.prepared(value, place, is_part=False)
         elif key == "format" and isinstance(value, str) and value not in _FORMATS:
-            self._leave_out(place, f"{value!r:.40} is none of {', '.join(_FORMATS)}")
+            self._ignore(place, f"{value!r:.40} is none of {', '.join(_FORMATS)}")
         elif key in _NOT_ENFORCED:
             if value not in _NO_EFFECT.get(key, ()):
-                self._leave_out(place, "no grammar can enforce it")
+                self._ignore(place, "no grammar can enforce it")
         elif (known := plain_value(key, value)) is not None or key == "const":
             made[key] = known
         elif not is_harmless(key, value):
             reason = "takes too much work" if key == "multipleOf" else "cannot be"
-            self._leave_out(place, f"{reason}: {value!r:.40}")
+            self._ignore(place, f"{reason}: {value!r:.40}")
 
     def _add_type(self, made: dict[str, Any], value: Any, place: str) -> None:
         names = type_names(value)
         if unknown := [name for name in names if name not in TYPES]:
-            self._leave_out(place, f"{unknown[0]!r:.40} is none of {', '.join(TYPES)}")
+            self._ignore(place, f"{unknown[0]!r:.40} is none of {', '.join(TYPES)}")
         if known := [name for name in names if name in TYPES]:
             made["type"] = known if isinstance(value, list) else known[0]
 
-    def _leave_out_patterns(self, given: dict[str, Any], place: str) -> None:
-        """Leave out the regular expressions of a schema that cannot be enforced."""
+    def _ignore_patterns(self, given: dict[str, Any], place: str) -> None:
+        """Ignore the regular expressions of a schema that cannot be enforced."""
         patterns = {"pattern": given.get("pattern")}
         if isinstance(given.get("patternProperties"), dict):
             patterns |= {f"patternProperties.{pattern}": pattern for pattern in given["patternProperties"]}
         for key, pattern in patterns.items():
             error = self._pattern_error(pattern) if isinstance(pattern, str) else None
             if error is not None:
-                self._leave_out(f"{place}.{key}" if place else key, error)
+                self._ignore(f"{place}.{key}" if place else key, error)
                 if key == "pattern":
                     del given["pattern"]
                 else:
                     others = {each: value for each, value in given["patternProperties"].items() if each != pattern}
                     given |= {"patternProperties": others, "additionalProperties": True}
 
-    def _leave_out(self, place: str, reason: str) -> None:
+    def _ignore(self, place: str, reason: str) -> None:
         self.ignored.append(Ignored(place, reason))
 
     # ---------------------------------------------------------------------------------- references

@@ -19,7 +19,7 @@ def is_gbnf(grammar: str) -> bool:
 
 
 def plain_lark(grammar: str) -> str:
-    """Return a Lark grammar without comments, single quotes and priorities, with a rule `start`; GBNF is kept."""
+    """Return a Lark grammar without comments, single quotes and priorities, and with a rule `start`; GBNF stays."""
     if is_gbnf(grammar):
         return grammar
     text = _PIECES.sub(_plain_piece, grammar)
