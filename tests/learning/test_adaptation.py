@@ -1,6 +1,7 @@
 """Drafters that learn while they are served: outputs stay, hits rise, what is worse goes, nothing private is kept."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -28,7 +29,6 @@ from specinfer.drafters import SmallModelDrafter
 from specinfer.engine import thread
 from specinfer.engine.tally import Tally
 from specinfer.engine.thread import EngineThread
-from specinfer.engine_args import EngineArgs
 from specinfer.learning.adapt.adaptation import Adaptation
 from specinfer.learning.adapt.held_out_evaluation import HeldOutEvaluation
 from specinfer.learning.adapt.hits import served_hits
@@ -230,18 +230,10 @@ def test_what_is_not_finite_is_thrown_away(loaded: Callable[..., LLM], caplog: p
     assert all(bool(weight.isfinite().all()) for weight in one._student.drafter.parameters())
 
 
-def test_weights_that_cannot_be_loaded_are_thrown_away(loaded: Callable[..., LLM], tmp_path: Path) -> None:
-    llm = loaded(adapt_dir=tmp_path)
-    one = _trainer(llm)
-    _said(llm, _prompts(16))
-    one._student.save = lambda folder, origin: (folder / "config.json").write_text("{}") and None  # type: ignore[method-assign]
-    llm.adapt(600)
-    assert one.stats.num_restarts >= 1
-    assert one.stats.num_swaps == 0
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-
-
-def test_what_is_worse_in_the_form_it_would_serve_in_is_not_used(loaded: Callable[..., LLM], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["cannot be loaded", "is worse as it serves", "does not fit on the disk"])
+def test_a_version_that_cannot_serve_or_is_worse_leaves_nothing(
+    kind: str, loaded: Callable[..., LLM], tmp_path: Path
+) -> None:
     llm = loaded(adapt_dir=tmp_path)
     one = _trainer(llm)
     _said(llm, _prompts(16))
@@ -249,11 +241,20 @@ def test_what_is_worse_in_the_form_it_would_serve_in_is_not_used(loaded: Callabl
 
     def save(folder: Path, origin: Path) -> None:
         saved.append(folder)
-        _corrupted(one, folder)
+        if kind == "cannot be loaded":
+            (folder / "config.json").write_text("{}")
+        elif kind == "is worse as it serves":
+            _corrupted(one, folder)
+        else:
+            (folder / "model.safetensors").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
 
     one._student.save = save  # type: ignore[method-assign]
-    llm.adapt(600)
+    with pytest.raises(OSError, match="No space") if "disk" in kind else contextlib.nullcontext():
+        llm.adapt(600)
     assert saved
+    assert one.stats.num_swaps == 0
+    assert (one.stats.num_restarts >= 1) is (kind == "cannot be loaded")
     assert one.current is one.original
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
@@ -573,22 +574,6 @@ def _copied(source: Path, folder: Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def test_a_full_disk_leaves_no_half_version(loaded: Callable[..., LLM], tmp_path: Path) -> None:
-    llm = loaded(adapt_dir=tmp_path)
-    one = _trainer(llm)
-    _said(llm, _prompts(16))
-
-    def save(folder: Path, origin: Path) -> None:
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    one._student.save = save  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="No space left"):
-        llm.adapt(600)
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-    assert one.current is one.original
-
-
 def test_what_a_killed_process_left_is_removed(model_folder: Folders, tmp_path: Path) -> None:
     (tmp_path / ".partial-x").mkdir()
     (tmp_path / "mine").mkdir()
@@ -631,14 +616,6 @@ def test_a_drafter_with_tokens_of_its_own_is_refused(
     monkeypatch.setattr(SmallModelDrafter, "shares_vocabulary", property(lambda self: False))
     with pytest.raises(ValueError, match="has the target's tokenizer"):
         loaded()
-
-
-def test_flags_are_what_a_model_takes() -> None:
-    args = EngineArgs("demo", adapt_drafters=True, adapt_dir="here")
-    assert (args.adapt_drafters, args.adapt_dir) == (True, "here")
-    assert not EngineArgs("demo").adapt_drafters
-    with pytest.raises(ValueError, match="adapt_dir: drafters learn only with adapt_drafters"):
-        EngineArgs("demo", adapt_dir="here")
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "learning_rate", "window", "margin"])

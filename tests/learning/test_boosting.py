@@ -1,4 +1,4 @@
-"""What the next drafter is to learn, against slow references; and marks against what the engine itself would guess."""
+"""What the next drafter is to learn, against slow references; and predictions against what the engine drafts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +39,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 chances = st.floats(0.0, 1.0, width=32)
 
 
-def marks_of(accepted: Any, top_probs: Any = None) -> Predictions:
+def predictions_of(accepted: Any, top_probs: Any = None) -> Predictions:
     accepted = np.asarray(accepted, dtype=np.float32)
     if top_probs is None:
         top_probs = np.zeros((len(accepted), 1))
@@ -108,28 +108,16 @@ def _table(num: int) -> st.SearchStrategy[list[list[float]]]:
 
 @given(st.integers(1, 12).flatmap(_table), st.integers(1, 9))
 def test_weights_are_those_of_every_chain_counted_by_itself(accepted: list[list[float]], depth: int) -> None:
-    found = token_weights([marks_of(one) for one in accepted], depth)
+    found = token_weights([predictions_of(one) for one in accepted], depth)
     wanted = reference.token_weights(accepted, depth, boosting._LIKELY, boosting._LEAST_WEIGHT)
     assert found == pytest.approx(wanted, abs=1e-4)
 
 
-def test_what_nobody_foresees_counts_fully_and_what_one_foresees_least() -> None:
-    assert token_weights([marks_of([0.0] * 5)], 4) == pytest.approx(1.0)
-    assert token_weights([marks_of([0.0] * 5), marks_of([1.0] * 5)], 4) == pytest.approx(boosting._LEAST_WEIGHT)
-
-
-def test_a_token_before_one_that_is_not_covered_counts_more_than_one_far_away() -> None:
-    weights = token_weights([marks_of([1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1])], 3)
-    assert weights.argmax() == 5
-    assert weights[4] > weights[2]
-    assert weights[3] > weights[2] == weights[0]
-
-
-@pytest.mark.parametrize(("ranks", "mastered"), [([0] * 10, True), ([0] * 9 + [1], True), ([0] * 8 + [1, 1], False)])
-def test_a_example_is_mastered_when_one_drafter_foresees_nearly_all(ranks: list[int], mastered: bool) -> None:
+@pytest.mark.parametrize(("ranks", "predicted"), [([0] * 10, True), ([0] * 9 + [1], True), ([0] * 8 + [1, 1], False)])
+def test_an_example_is_predicted_when_one_drafter_has_nearly_all_of_it(ranks: list[int], predicted: bool) -> None:
     one = Predictions(np.asarray(ranks, np.int16), np.ones(10, np.float32), np.zeros((10, 1), np.float16))
     none = Predictions(np.full(10, 7, np.int16), np.zeros(10, np.float32), np.zeros((10, 1), np.float16))
-    assert is_predicted([none, one]) is mastered
+    assert is_predicted([none, one]) is predicted
     assert not is_predicted([none])
 
 
@@ -143,7 +131,7 @@ def test_residuals_are_those_of_multi_step_sampling(seed: int, num_drafters: int
     p = np.exp(example.top_logprobs.astype(np.float64))
     q = [distributions(seed + 1 + i, places, width) for i in range(num_drafters)]
     accepted = np.random.default_rng(seed).random((num_drafters, places))
-    found = np.exp(residual_logprobs(example, [marks_of(*one) for one in zip(accepted, q, strict=True)], depth))
+    found = np.exp(residual_logprobs(example, [predictions_of(*one) for one in zip(accepted, q, strict=True)], depth))
     coverage = reference.together(accepted.tolist(), depth, boosting._LIKELY)
     for place, share in enumerate(coverage):
         distribution, reached = reference.residual(p[place].tolist(), [one[place].tolist() for one in q])
@@ -158,19 +146,19 @@ def test_residuals_are_those_of_multi_step_sampling(seed: int, num_drafters: int
 def test_what_the_kept_tokens_leave_out_is_one_more_outcome_of_the_residual() -> None:
     example = example_of(np.asarray([[0.5, 0.2, 0.2, 0.1]]), kept=2)
     # The drafter has 0.1 and 0.2 on them, and 0.7 on the others, of which the target has 0.3: 0.4 stay, of the first.
-    found = residual_logprobs(example, [marks_of([0.3], [[0.1, 0.2]])], 4)
+    found = residual_logprobs(example, [predictions_of([0.3], [[0.1, 0.2]])], 4)
     assert np.exp(found[0]) == pytest.approx([1.0, 0.0], abs=2e-3)
 
 
 def test_greedy_text_has_no_residual() -> None:
     example = example_of(distributions(3, 4, 5), Source.GREEDY)
-    found = residual_logprobs(example, [marks_of([0.9] * 4, distributions(4, 4, 5))], 4)
+    found = residual_logprobs(example, [predictions_of([0.9] * 4, distributions(4, 4, 5))], 4)
     assert np.array_equal(found, example.top_logprobs.astype(np.float32))
 
 
 def test_a_drafter_that_is_the_target_leaves_no_number_undefined() -> None:
     example = example_of(distributions(3, 4, 5))
-    same = marks_of([1.0] * 4, np.exp(example.top_logprobs.astype(np.float32)))
+    same = predictions_of([1.0] * 4, np.exp(example.top_logprobs.astype(np.float32)))
     found = residual_logprobs(example, [same, same], 4)
     assert np.isfinite(found).all()
     assert np.exp(found[0]) == pytest.approx(np.exp(example.top_logprobs[0].astype(np.float32)), abs=2e-3), "p itself"
@@ -198,8 +186,8 @@ def test_a_miss_is_no_hit_in_a_large_vocabulary() -> None:
 # -------------------------------------------------------------------------------------------- marks
 
 
-class Guesses:
-    """Notes each step's root and guesses, and what was said first."""
+class Drafts:
+    """The place of each step's root, the tokens drafted there, and the token that was emitted."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[tuple[int, list[int], int]]] = {}
@@ -214,29 +202,29 @@ class Guesses:
         pass
 
 
-def taught(
+def recorded(
     target: ModelRunner, drafter: ModelRunner, width: int, params: SamplingParams
 ) -> tuple[list[TrainingExample], list[list[tuple[int, list[int], int]]]]:
-    """Examples of a few requests whose steps have `width` guesses at the root, and those guesses."""
+    """Examples of a few requests whose steps have `width` drafts at the root, and those drafts."""
     engine = make_engine(target, SmallModelDrafter(drafter, VOCAB), (width,))
-    recorder, guesses = ExampleRecorder(VOCAB), Guesses()
-    engine.observers += [recorder, guesses]
+    recorder, drafts = ExampleRecorder(VOCAB), Drafts()
+    engine.observers += [recorder, drafts]
     requests = [make_request(f"r{i}", ids, params, seed=77 + i) for i, ids in enumerate(random_prompts([3, 9, 5]))]
     run(engine, requests)
     examples = [recorder.finish(request) for request in requests]
-    return [one for one in examples if one is not None], [guesses.found[one.request_id] for one in requests]
+    return [one for one in examples if one is not None], [drafts.found[one.request_id] for one in requests]
 
 
 @pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("width", [1, 4])
-def test_ranks_are_places_among_the_guesses_that_the_engine_makes(
+def test_ranks_are_places_among_the_tokens_that_the_engine_drafts(
     model_folder: Callable[..., Path], runner_of: Callable[..., ModelRunner], width: int, params: SamplingParams
 ) -> None:
-    examples, guesses = taught(runner_of(), runner_of(noise=0.4), width, params)
+    examples, drafts = recorded(runner_of(), runner_of(noise=0.4), width, params)
     model = transformers_model(model_folder(noise=0.4))
     model.set_attn_implementation("eager")
     places = set()
-    for found, of_request in zip(predict(TrainableModel(model), examples, rows=2), guesses, strict=True):
+    for found, of_request in zip(predict(TrainableModel(model), examples, rows=2), drafts, strict=True):
         for place, tokens, output_ids in of_request:
             if tokens:
                 rank = tokens.index(output_ids) if output_ids in tokens else width
@@ -245,11 +233,11 @@ def test_ranks_are_places_among_the_guesses_that_the_engine_makes(
     assert places == set(range(width + 1))  # all came up
 
 
-def test_marks_have_the_drafters_distribution_and_the_acceptance_probability(
+def test_predictions_have_the_drafters_distribution_and_the_acceptance_probability(
     model_folder: Callable[..., Path], runner_of: Callable[..., ModelRunner]
 ) -> None:
     target, drafter = runner_of(), runner_of(noise=0.4)
-    examples = [example for params in (SAMPLED, GREEDY) for example in taught(target, drafter, 1, params)[0]]
+    examples = [example for params in (SAMPLED, GREEDY) for example in recorded(target, drafter, 1, params)[0]]
     read = examples[0]
     examples.append(
         TrainingExample(
@@ -275,25 +263,23 @@ def test_marks_have_the_drafters_distribution_and_the_acceptance_probability(
             assert found.accepted[i] == pytest.approx(wanted, abs=5e-3)
 
 
-def test_marks_come_back_from_their_file(tmp_path: Path) -> None:
+def test_predictions_come_back_from_their_file_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     examples = [example_of(distributions(1, 4, 3)), example_of(distributions(2, 7, 3))]
-    predictions = [marks_of([0.25] * 4, distributions(3, 4, 3)), marks_of([0.5] * 7, distributions(4, 7, 3))]
+    predictions = [
+        predictions_of([0.25] * 4, distributions(3, 4, 3)),
+        predictions_of([0.5] * 7, distributions(4, 7, 3)),
+    ]
     save_predictions(predictions, path := tmp_path / "marks.safetensors")
-    for one, other in zip(predictions, load_predictions(path, examples), strict=True):
-        assert np.array_equal(one.ranks, other.ranks)
-        assert np.array_equal(one.accepted, other.accepted)
-        assert np.array_equal(one.top_probs, other.top_probs)
-
-
-def test_marks_of_other_examples_and_damaged_ones_are_refused(tmp_path: Path) -> None:
-    save_predictions([marks_of([0.5] * 4)], path := tmp_path / "marks.safetensors")
+    for saved, loaded in zip(predictions, load_predictions(path, examples), strict=True):
+        for name in ("ranks", "accepted", "top_probs"):
+            assert np.array_equal(getattr(saved, name), getattr(loaded, name))
     with pytest.raises(DamagedError, match="other examples"):
-        load_predictions(path, [example_of(distributions(1, 5, 3))])
+        load_predictions(path, [example_of(distributions(1, 5, 3)), examples[1]])
     whole = path.read_bytes()
     for damaged in (b"", whole[:20], whole[:-3], b"\xff" * 200):
         path.write_bytes(damaged)
         with pytest.raises(DamagedError, match=r"marks\.safetensors cannot be read"):
-            load_predictions(path, [example_of(distributions(1, 4, 3))])
+            load_predictions(path, examples)
 
 
 # -------------------------------------------------------------------------------- token maps

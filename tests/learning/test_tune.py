@@ -367,6 +367,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "beside": (("--drafter", "new:1", "--beside", "new:1", "--data", "DATA", "--out", "OUT"), "has no weights yet"),
     "demo": (("--drafter", "demo", "--data", "DATA", "--out", "OUT"), "drafter: demo has other tokens"),
     "demo and more": (("--drafter", "new:1", "--data", "demo", "--data", "DATA", "--out", "OUT"), "give it alone"),
+    "no text": (("--drafter", "new:1", "--data", "EMPTY", "--out", "OUT"), "give 0 prompts"),
     "no file": (("--drafter", "new:1", "--data", "NONE", "--out", "OUT"), "no file"),
     "held out": (("--drafter", "new:1", "--data", "DATA", "--held-out", "NONE", "--out", "OUT"), "no file"),
 }  # fmt: skip
@@ -374,29 +375,26 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "boosting": (("--boosting", "all"), "boosting must be one of tokens, prompts, none, not 'all'"),
     "epochs nan": (("--epochs", "nan"), "epochs must be a finite number"),
     "epochs 0": (("--epochs", "0"), "epochs must be above 0"),
-    "epochs inf": (("--epochs", "inf"), "epochs must be a finite number"),
     "learning rate": (("--learning-rate", "2"), "--learning-rate must be above 0 and at most 1"),
-    "learning rate nan": (("--learning-rate", "nan"), "--learning-rate must be a finite number"),
     "temperature": (("--temperature", "3"), "temperature must be from 0 to 2"),
-    "top": (("--top", "0"), "top must be from 1"),
-    "depth": (("--depth", "65"), "depth must be from 1 to 64"),
     "seed": (("--seed", "-1"), "seed must be from 0"),
-    "num_prompts": (("--num-prompts", "1"), "--num-prompts must be from 2"),
-    "max_tokens": (("--max-tokens", "1"), "--max-tokens must be from 2"),
     "context": (("--max-tokens", "256"), "--max-tokens: 256 leave no space for a prompt in the context of 256 tokens"),
-    "mixed precision": (("--mixed-precision", "fp16"), "--mixed-precision must be one of auto, no, bf16"),
-    "dtype": (("--dtype", "int8"), "dtype must be one of"),
     "device": (("--device", "abacus"), "device"),
     "plot": (("--plot", "a.unknown"), "plot"),
     "json": (("--json", "/none/a.json"), "json: /none/a.json cannot be written"),
-    "save_every": (("--save-every", "-1"), "--save-every must be from 0"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_names_are_one_line_before_any_work(target: str, data: str, tmp_path: Path, kind: str) -> None:
     words, message = BAD[kind]
-    names = {"DATA": data, "OUT": str(tmp_path / "run"), "NONE": str(tmp_path / "none")}
+    (tmp_path / "a.txt").touch()
+    names = {
+        "DATA": data,
+        "OUT": str(tmp_path / "run"),
+        "NONE": str(tmp_path / "none"),
+        "EMPTY": str(tmp_path / "a.txt"),
+    }
     assert message in refusal(target, *(names.get(word, word) for word in words), *SMALL)
     assert not (tmp_path / "run").exists()
 
@@ -407,17 +405,6 @@ def test_bad_options_are_one_line_before_any_work(target: str, data: str, tmp_pa
     out = tmp_path / "run"
     assert message in refusal(target, "--drafter", "new:1", "--data", data, "--out", str(out), *SMALL, *words)
     assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"", "give 0 prompts"), (b"one line\n", "give more text"), (b"\x89PNG\r\n\0", "not UTF-8 text")],
-)
-def test_data_that_nothing_can_be_learned_from(target: str, tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "a.txt").write_bytes(content)
-    words = ("--drafter", "new:1", "--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "run"))
-    assert message in refusal(target, *words, *SMALL)
-    assert not (tmp_path / "run").exists()
 
 
 def test_prompts_longer_than_a_drafters_context_are_cut_and_counted(
@@ -491,18 +478,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(
     assert state["progress"]["step"] == 4
     assert all(bool(weight.isfinite().all()) for weight in state["model"].values())
     run(*words)  # it goes on from there
-
-
-def test_weights_that_are_no_numbers_are_met_before_any_work(
-    target: str, data: str, tmp_path: Path, model_folder: Callable[..., Path]
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_folder())
-    with torch.no_grad():
-        model.model.norm.weight[0] = torch.inf
-    model.save_pretrained(tmp_path / "broken")
-    save_tokenizer(tmp_path / "broken")
-    words = ("--drafter", str(tmp_path / "broken"), "--data", data, "--out", str(tmp_path / "run"))
-    assert "broken has weights that are not finite" in refusal(target, *words, *SMALL)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class Batch:
     taps: Mapping[int, Tensor] | None = None
 
     def to(self, device: torch.device) -> Self:
-        moved = {one.name: getattr(self, one.name).to(device) for one in fields(self) if one.name != "taps"}
+        moved = {each.name: getattr(self, each.name).to(device) for each in fields(self) if each.name != "taps"}
         taps = None if self.taps is None else {layer: tap.to(device) for layer, tap in self.taps.items()}
         return replace(self, **moved, taps=taps)
 
@@ -87,13 +87,13 @@ def pieces(example: TrainingExample, num_tokens: int) -> list[TrainingExample]:
 
     Where a piece continues the text of another one, half of it is context that is not trained on.
     """
-    found, covered = [], example.num_prompt
+    parts, covered = [], example.num_prompt
     while covered < len(example.tokens):
         # A short prompt leaves capacity for more output.
         end = min(covered + max(num_tokens // 2, num_tokens - covered), len(example.tokens))
-        found.append(_part(example, max(end - num_tokens, 0), covered, end))
+        parts.append(_part(example, max(end - num_tokens, 0), covered, end))
         covered = end
-    return found
+    return parts
 
 
 def _part(example: TrainingExample, start: int, covered: int, end: int) -> TrainingExample:

@@ -56,16 +56,16 @@ def calibrate(
     layers = decoder_layers(source, model)
     note(0, len(layers))
     names = list(dict.fromkeys(place.linear for place in places.values()))
-    found, unseen = round_layers(model, layers, names, texts.training, bits, lambda done: note(done, len(layers)))
-    rounded = {name: found[place.linear].part(place.rows) for name, place in places.items()}
+    rounded, unseen = round_layers(model, layers, names, texts.training, bits, lambda done: note(done, len(layers)))
+    codes = {name: rounded[place.linear].part(place.rows) for name, place in places.items()}
     without = {name for name, place in places.items() if place.linear in unseen}
-    return Calibrated(rounded, without, before, perplexity_of(model, texts.held_out))
+    return Calibrated(codes, without, before, perplexity_of(model, texts.held_out))
 
 
 def decoder_layers(source: Path, model: nn.Module) -> dict[str, nn.Module]:
     """Return the decoder layers of a model by name, in their order."""
     lists = layer_lists(model, load_config(source).get_text_config().num_hidden_layers)
-    return {f"{name}.{i}": layer for name, found in lists.items() for i, layer in enumerate(found)}
+    return {f"{name}.{i}": layer for name, members in lists.items() for i, layer in enumerate(members)}
 
 
 @torch.no_grad()

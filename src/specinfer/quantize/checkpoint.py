@@ -144,16 +144,16 @@ def write_quantized(config: QuantizeConfig, progress: ProgressCallback | None = 
         with naming("out", config.out):
             return _write_file(config, source, progress_of(progress, _WRITING))
     layers = Layers.from_folder(source, config.bits)
-    found = Calibrated({}, set(layers.places), None, None)
+    calibrated = Calibrated({}, set(layers.places), None, None)
     if config.data:
         data = [Path(name) for name in config.data]
         texts = read_texts(source, data, config.num_texts, config.text_tokens)
-        found = calibrate(source, layers.places, texts, config.bits, progress_of(progress, "calibrating layers"))
+        calibrated = calibrate(source, layers.places, texts, config.bits, progress_of(progress, "calibrating layers"))
     out, index = Path(config.out), dict[str, str]()
     files, note = weight_paths(source), progress_of(progress, _WRITING)
     with naming("out", out), replacing(out) as partial:
         for number, file in enumerate(files, start=1):
-            tensors = _rounded_tensors(file, layers, found.rounded, config.bits)
+            tensors = _rounded_tensors(file, layers, calibrated.rounded, config.bits)
             save_file(tensors, partial / file.name, metadata={"format": "pt"})
             index |= dict.fromkeys(tensors, file.name)
             note(number, len(files))
@@ -161,8 +161,8 @@ def write_quantized(config: QuantizeConfig, progress: ProgressCallback | None = 
             source, partial, quantization_fields(config.bits, layers.ignored), index if len(files) > 1 else None
         )
     before, after = (sum(file.stat().st_size for file in paths) for paths in (files, weight_paths(out)))
-    counts = len(layers.places), len(found.unseen)
-    return QuantizeReport(out, *counts, before, after, found.perplexity_before, found.perplexity)
+    counts = len(layers.places), len(calibrated.unseen)
+    return QuantizeReport(out, *counts, before, after, calibrated.perplexity_before, calibrated.perplexity)
 
 
 def _write_file(config: QuantizeConfig, source: Path, note: Callable[[int, int], None]) -> QuantizeReport:
@@ -196,7 +196,7 @@ def _rounded_tensors(file: Path, layers: Layers, rounded: dict[str, QuantizedWei
                 layer = name.removesuffix(".weight")
                 if layer in layers.places and name != layer:
                     weight = rounded.pop(layer) if layer in rounded else quantize(tensor.contiguous(), bits)
-                    tensors |= {f"{layer}.{end}": one for end, one in packed(weight, tensor.dtype).items()}
+                    tensors |= {f"{layer}.{end}": part for end, part in packed(weight, tensor.dtype).items()}
                 else:
                     tensors[name] = tensor if name == key else tensor.clone(memory_format=torch.contiguous_format)
     return tensors

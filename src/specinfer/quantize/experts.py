@@ -46,15 +46,15 @@ class StoredExperts:
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        modules = [(name, one) for name, one in model.named_modules() if can_quantize_experts(one)]
+        modules = [(name, module) for name, module in model.named_modules() if can_quantize_experts(module)]
         self._modules: dict[int | None, tuple[str, Any]] = {
-            layer_number(f"{name}."): (name, one) for name, one in modules
+            layer_number(f"{name}."): (name, module) for name, module in modules
         }
         self._mtp = mtp_names(shapes)
         self.shapes = {
-            name: tuple(one.shape)
+            name: tuple(part.shape)
             for key, shape in shapes.items()
-            for name, one in self.split(key, torch.empty(shape, device="meta"))
+            for name, part in self.split(key, torch.empty(shape, device="meta"))
         }
 
     def split(self, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -64,11 +64,11 @@ class StoredExperts:
             ModelError: A stack has another shape than in the definition.
         """
         of_granite, match = _OF_GRANITE.fullmatch(key), _STACK.fullmatch(key)
-        found = self._module_of(key)
-        if found is None or tensor.ndim < 2 or (match is None and (of_granite is None or tensor.ndim < 3)):
+        named = self._module_of(key)
+        if named is None or tensor.ndim < 2 or (match is None and (of_granite is None or tensor.ndim < 3)):
             yield key, tensor
             return
-        experts = found[1]
+        experts = named[1]
         if match is not None:
             layer, kind, names = match["layer"], match["kind"], _PARTS[match["kind"]]
             end = "bias" if match["bias"] else "weight"
@@ -82,17 +82,17 @@ class StoredExperts:
                 f"model: weight {key} has the shape {list(tensor.shape)}, and config.json asks for {list(wanted)}; "
                 "fetch the model again"
             )
-        for number, one in enumerate(tensor):
-            matrix = one.T if experts.is_transposed and end == "weight" else one
+        for number, stacked in enumerate(tensor):
+            matrix = stacked.T if experts.is_transposed and end == "weight" else stacked
             for name, rows in zip(names, _rows(experts, len(matrix), len(names)), strict=True):
                 yield f"{layer}.{number}.{name}.{end}", matrix[rows]
 
     def place(self, layer: str) -> Place | None:
         """Return the place of a layer, named as in `shapes`, or None if it is no expert's matrix."""
-        match, found = EXPERT.fullmatch(f"{layer}.weight"), self._module_of(f"{layer}.weight")
-        if match is None or found is None:
+        match, named = EXPERT.fullmatch(f"{layer}.weight"), self._module_of(f"{layer}.weight")
+        if match is None or named is None:
             return None
-        (name, experts), kind = found, kind_of(match)
+        (name, experts), kind = named, kind_of(match)
         is_half = kind != "down" and getattr(experts, "has_gate", True)
         outputs = self.shapes[f"{layer}.weight"][0]
         rows = _rows(experts, 2 * outputs, 2)[kind == "up"] if is_half else slice(None)

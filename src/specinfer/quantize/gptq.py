@@ -48,8 +48,8 @@ def _round_rows(rest: Tensor, inverse: Tensor, bits: Bits, codes: Tensor, scales
         errors = torch.empty((len(rest), last - first), device=rest.device)
         for i in range(first, last):
             if i % size == 0:
-                found = find_scales(rest[:, i : i + size].unsqueeze(1), bits)
-                scales[:, i // size] = found.flatten().to(torch.bfloat16)
+                group_scales = find_scales(rest[:, i : i + size].unsqueeze(1), bits)
+                scales[:, i // size] = group_scales.flatten().to(torch.bfloat16)
             scale = scales[:, i // size].float()
             code = (rest[:, i] / scale.masked_fill(scale == 0, torch.inf)).round().clamp(*RANGES[bits])
             codes[:, i] = (code + zero).to(torch.uint8)
@@ -87,7 +87,7 @@ def round_layers(
         note: Called with the number of decoder layers done.
     """
     states, calls = _first_calls(model, layers, texts)
-    found: dict[str, QuantizedWeight] = {}
+    rounded: dict[str, QuantizedWeight] = {}
     unseen: set[str] = set()
     for number, (prefix, layer) in enumerate(layers.items(), start=1):
         inside = [name for name in names if name.startswith(f"{prefix}.")]
@@ -99,12 +99,12 @@ def round_layers(
             linear: Any = model.get_submodule(name)
             if not moments.sums[name].any():
                 unseen.add(name)
-            found[name] = quantize_with_moments(linear.weight, moments.sums[name], bits)
-            linear.weight.copy_(dequantize(found[name]))
+            rounded[name] = quantize_with_moments(linear.weight, moments.sums[name], bits)
+            linear.weight.copy_(dequantize(rounded[name]))
         outputs = (layer(state, *call[0], **call[1]) for state, call in zip(states, calls[prefix], strict=True))
-        states = [one[0] if isinstance(one, tuple) else one for one in outputs]
+        states = [output[0] if isinstance(output, tuple) else output for output in outputs]
         note(number)
-    return found, unseen
+    return rounded, unseen
 
 
 class _Moments:
@@ -113,15 +113,15 @@ class _Moments:
     def __init__(self, linears: Mapping[str, Any]) -> None:
         self._linears = linears
         self.sums = {
-            name: torch.zeros(one.in_features, one.in_features, device=one.weight.device)
-            for name, one in linears.items()
+            name: torch.zeros(linear.in_features, linear.in_features, device=linear.weight.device)
+            for name, linear in linears.items()
         }
         self._hooks: list[Any] = []
 
     def __enter__(self) -> "_Moments":
         self._hooks = [
-            one.register_forward_pre_hook(lambda _, inputs, name=name: self._add(name, inputs[0]))
-            for name, one in self._linears.items()
+            linear.register_forward_pre_hook(lambda _, inputs, name=name: self._add(name, inputs[0]))
+            for name, linear in self._linears.items()
         ]
         return self
 

@@ -41,8 +41,10 @@ class Layers:
             ModelError: There are none to quantize.
         """
         shapes, config = weight_shapes(source), load_config(source).get_text_config()
-        model = outline(source, {name: MetaWeight.of(name, one, torch.bfloat16) for name, one in shapes.items()})
-        linears = {_stored_name(name, one): name for name, one in model.named_modules() if type(one) is nn.Linear}
+        model = outline(source, {name: MetaWeight.of(name, shape, torch.bfloat16) for name, shape in shapes.items()})
+        linears = {
+            _stored_name(name, module): name for name, module in model.named_modules() if type(module) is nn.Linear
+        }
         quantizable = set(quantizable_names(model, layer_names(model, config.num_hidden_layers)))
         plain = {stored: name for stored, name in linears.items() if name in quantizable}
         experts, mtp = StoredExperts(model, shapes), mtp_names(shapes)
@@ -64,7 +66,7 @@ class Layers:
         if stacks:
             logger.warning("stacked matrices stay as they are: %s and %d others", stacks[0], len(stacks) - 1)
         # By both names, because transformers looks for its own and vLLM for those of the files.
-        ignored = list(dict.fromkeys(one for pair in linears.items() if pair[0] not in places for one in pair))
+        ignored = list(dict.fromkeys(name for pair in linears.items() if pair[0] not in places for name in pair))
         return cls(places, ignored + sorted(set(others) - set(ignored)), experts)
 
 

@@ -35,12 +35,12 @@ def hits_in(logits: Tensor, example: TrainingExample, vocab_size: int) -> Hits:
     logits = logits[:, :vocab_size].float()
     if example.source is Source.GREEDY:
         output_ids = torch.from_numpy(example.tokens[example.num_prompt :]).to(logits.device)
-        found = (logits.argmax(-1) == output_ids).float()
+        overlap = (logits.argmax(-1) == output_ids).float()
     else:
         q = logits.softmax(-1).gather(1, torch.from_numpy(example.top_ids).long().to(logits.device))
         p = torch.from_numpy(example.top_logprobs).float().exp().to(logits.device)
-        found = torch.minimum(p, q).sum(-1)
-    hits: Hits = found.cpu().numpy()
+        overlap = torch.minimum(p, q).sum(-1)
+    hits: Hits = overlap.cpu().numpy()
     return hits
 
 

@@ -125,8 +125,8 @@ class Versions:
 
 
 def _digest(files: list[Path]) -> str:
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     for file in files:
         with file.open("rb") as content:
-            found.update(hashlib.file_digest(content, "sha256").digest())
-    return found.hexdigest()
+            total.update(hashlib.file_digest(content, "sha256").digest())
+    return total.hexdigest()

@@ -36,7 +36,7 @@ class TrainableBlock(TrainableHead):
 
     def __init__(self, head: FeatureHead, checkpoint: HeadCheckpoint, target: Path) -> None:
         super().__init__(head, checkpoint, target)
-        if any(getattr(one.self_attn, "sliding_window", None) is not None for one in self.model.layers):
+        if any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in self.model.layers):
             raise ModelError(
                 f"drafter: {checkpoint.folder} has sliding windows, which cannot be trained; take new:dspark"
             )
@@ -59,12 +59,12 @@ class TrainableBlock(TrainableHead):
             wanted = counts.div(_TOKENS_PER_BLOCK).ceil()
             is_wanted = torch.arange(places.shape[1], device=counts.device) < wanted[:, None]
             return self._draft(batch, context, counts, places, is_wanted, self.block.max_depth)
-        found = []
+        parts = []
         for start in range(0, most, _BLOCKS):
             places = torch.arange(start, min(start + _BLOCKS, most), device=counts.device).expand(len(counts), -1)
-            found.append(self._draft(batch, context, counts, places, places < counts[:, None], 1))
-        logits = torch.cat([one.logits for one in found])
-        return logits[torch.cat([one.outputs for one in found]).argsort()]
+            parts.append(self._draft(batch, context, counts, places, places < counts[:, None], 1))
+        logits = torch.cat([part.logits for part in parts])
+        return logits[torch.cat([part.outputs for part in parts]).argsort()]
 
     def _draft(
         self, batch: Batch, context: Tensor, counts: Tensor, places: Tensor, is_wanted: Tensor, depth: int
@@ -128,17 +128,18 @@ class TrainableBlock(TrainableHead):
         """
         size, num_tokens = self.block.size, context.shape[1]
         query = rotate(by_heads(attention, "q", x), *rotations[0])
-        own_key, key = (
-            rotate(by_heads(attention, "k", of), *rotation)
-            for of, rotation in zip((x, context), rotations, strict=True)
+        block_key, key = (
+            rotate(by_heads(attention, "k", rows), *rotation)
+            for rows, rotation in zip((x, context), rotations, strict=True)
         )
-        own_value, value = (by_heads(attention, "v", of) for of in (x, context))
-        own = query.unflatten(2, (-1, size)) @ own_key.unflatten(2, (-1, size)).transpose(-1, -2)
+        block_value, value = (by_heads(attention, "v", rows) for rows in (x, context))
+        block_scores = query.unflatten(2, (-1, size)) @ block_key.unflatten(2, (-1, size)).transpose(-1, -2)
         if self.block.is_causal:
-            own = own.masked_fill(torch.ones_like(own, dtype=torch.bool).triu(1), -torch.inf)
+            block_scores = block_scores.masked_fill(torch.ones_like(block_scores, dtype=torch.bool).triu(1), -torch.inf)
         scores = (query @ key.transpose(-1, -2)).masked_fill(is_later, -torch.inf)
-        probs = (torch.cat([scores, own.flatten(2, 3)], dim=-1).float() * attention.scaling).softmax(-1).to(value.dtype)
-        own_probs = probs[..., num_tokens:].unflatten(2, (-1, size))
-        out = probs[..., :num_tokens] @ value + (own_probs @ own_value.unflatten(2, (-1, size))).flatten(2, 3)
+        scores = torch.cat([scores, block_scores.flatten(2, 3)], dim=-1).float() * attention.scaling
+        probs = scores.softmax(-1).to(value.dtype)
+        block_probs = probs[..., num_tokens:].unflatten(2, (-1, size))
+        out = probs[..., :num_tokens] @ value + (block_probs @ block_value.unflatten(2, (-1, size))).flatten(2, 3)
         result: Tensor = attention.o_proj(out.transpose(1, 2).flatten(2))
         return result

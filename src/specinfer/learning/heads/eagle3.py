@@ -55,14 +55,14 @@ class TrainableEagle3(TrainableHead):
             return head.logits(last[batch.rows, (batch.places - 1).clamp_min(0)])
         outputs = (batch.places > 0).nonzero()[:, 0]
         rows, pairs = batch.rows[outputs], batch.places[outputs] - 1
-        found, own = [], features
+        all_logits, level_features = [], features
         for _ in range(NUM_LEVELS):
-            last, output = head.compute(own, embedded, attend)
-            found.append(head.logits(last[rows, pairs]))
-            own = torch.cat([features[:, :1], output[:, :-1]], dim=1)
+            last, output = head.compute(level_features, embedded, attend)
+            all_logits.append(head.logits(last[rows, pairs]))
+            level_features = torch.cat([features[:, :1], output[:, :-1]], dim=1)
         levels = torch.arange(NUM_LEVELS, device=outputs.device)
         return HeadLogits(
-            torch.cat(found), outputs.repeat(NUM_LEVELS), levels.repeat_interleave(len(outputs)), accepted=None
+            torch.cat(all_logits), outputs.repeat(NUM_LEVELS), levels.repeat_interleave(len(outputs)), accepted=None
         )
 
 

@@ -81,7 +81,7 @@ def train_network(
 
 def small_accepted(outcomes: TreeOutcomes, menu: Sequence[Configuration]) -> Floats:
     """Return the number of accepted tokens of the best of the small trees, [steps]."""
-    small = [one.max_nodes <= SMALL_NODES for one in menu]
+    small = [configuration.max_nodes <= SMALL_NODES for configuration in menu]
     return np.asarray(outcomes.accepted[:, small].max(axis=1))
 
 
@@ -180,4 +180,4 @@ def rate_of(sample: LoggedSteps, chosen: npt.NDArray[np.int64], costs: CostModel
 def fixed_rates(sample: LoggedSteps, costs: CostModel) -> list[float]:
     """Return the tokens per second of each configuration if chosen in every step."""
     num_steps, num_configurations = sample.outcomes.accepted.shape
-    return [rate_of(sample, np.full(num_steps, one), costs) for one in range(num_configurations)]
+    return [rate_of(sample, np.full(num_steps, number), costs) for number in range(num_configurations)]

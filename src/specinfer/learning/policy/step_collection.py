@@ -104,14 +104,14 @@ def collect_steps(
     slots = find_slots(llm.drafter)
     menu = [
         TreeBudget(
-            one.max_nodes,
-            one.max_depth,
-            min_path_prob=one.min_path_prob,
-            drafters=frozenset(slots[slot].name for slot in one.slots),
+            configuration.max_nodes,
+            configuration.max_depth,
+            min_path_prob=configuration.min_path_prob,
+            drafters=frozenset(slots[slot].name for slot in configuration.slots),
         )
-        if one.slots
+        if configuration.slots
         else OFF
-        for one in make_configurations(tuple(slots))
+        for configuration in make_configurations(tuple(slots))
     ]
     budget = TreeBudget(large.max_nodes, large.max_depth, min_path_prob=large.min_path_prob)
     entries: list[StepEntry] = []

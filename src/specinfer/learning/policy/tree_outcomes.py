@@ -51,24 +51,24 @@ def outcomes_of(log: StepLog, menu: Sequence[Configuration]) -> TreeOutcomes:
     accepted, nodes, levels = np.zeros((3, *shape))
     known = np.zeros(shape, dtype=np.bool_)
     models = frozenset(i for i, slot in enumerate(log.slots) if slot not in LOOKUPS)
-    kinds = {one.slots: frozenset(map(log.slots.index, one.slots)) for one in menu}
+    kinds = {configuration.slots: frozenset(map(log.slots.index, configuration.slots)) for configuration in menu}
     for i, entry in enumerate(log.entries):
         tree = _Tree(entry, calibration, entry.features[greedy] > 0)
         parts = {slots: tree.ordered(used) for slots, used in kinds.items()}
-        for j, one in enumerate(menu):
-            used = kinds[one.slots]
+        for j, configuration in enumerate(menu):
+            used = kinds[configuration.slots]
             known[i, j] = (
                 used <= set(entry.used)
-                and one.max_nodes <= entry.max_nodes
-                and one.max_depth <= entry.max_depth
-                and (not used or one.min_path_prob >= entry.min_path_prob)
+                and configuration.max_nodes <= entry.max_nodes
+                and configuration.max_depth <= entry.max_depth
+                and (not used or configuration.min_path_prob >= entry.min_path_prob)
             )
-            order, quality = parts[one.slots]
-            fits = (tree.depths[order] <= one.max_depth) & (quality >= one.min_path_prob)
-            taken = order[fits][: one.max_nodes]
+            order, quality = parts[configuration.slots]
+            fits = (tree.depths[order] <= configuration.max_depth) & (quality >= configuration.min_path_prob)
+            taken = order[fits][: configuration.max_nodes]
             accepted[i, j] = tree.is_accepted[taken].sum()
             nodes[i, j] = len(taken)
-            if one.uses_model:
+            if configuration.uses_model:
                 levels[i, j] = _levels(tree, taken, models)
     return TreeOutcomes(accepted, nodes, levels, known)
 

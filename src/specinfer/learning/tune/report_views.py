@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from specinfer.learning.tune.evaluation import MODES, RANKS
+from specinfer.learning.tune.evaluation import MODES, RANKS, Passes
 from specinfer.learning.tune.report import TuneReport
 from specinfer.reporting.plots import SERIES_COLOURS, check_plot, new_figure
 from specinfer.reporting.tables import new_table, print_models, print_table
@@ -31,15 +33,8 @@ def print_report(report: TuneReport, console: Console) -> None:
     )
     print_table(console, "Training", _training_table(report))
     for mode in MODES:
-        tables = (
-            (report.hit_rates, "target tokens among the k best tokens of the drafter", _hit_rate_table),
-            (report.coverage, "target tokens predicted by the drafters of a set", _coverage_table),
-            (report.passes, "tokens per target pass (draft tokens per pass, after merging)", _passes_table),
-        )
-        for values, title, make_table in tables:
-            if any(one.mode == mode for one in values):
-                heading = f"{mode.capitalize()} held-out text: {title}"
-                print_table(console, heading, make_table(report, mode))
+        for title, table in _tables(report, mode):
+            print_table(console, f"{mode.capitalize()} held-out text: {title}", table)
     console.print()
     for name, folder in report.folders.items():
         console.print(f"{name}: {folder}", soft_wrap=True)
@@ -59,35 +54,32 @@ def _training_table(report: TuneReport) -> Table:
     return table
 
 
-def _hit_rate_table(report: TuneReport, mode: str) -> Table:
-    table = new_table("drafter", *(f"k={k}" for k in range(1, RANKS + 1)))
-    for one in report.hit_rates:
-        if one.mode == mode:
-            table.add_row(one.drafter, *(f"{rate:.1%}" for rate in one.hit_rates))
-    return table
+def _tables(report: TuneReport, mode: str) -> Iterator[tuple[str, Table]]:
+    """Yield the titles and tables of a mode."""
+    if rates := [rate for rate in report.hit_rates if rate.mode == mode]:
+        table = new_table("drafter", *(f"k={k}" for k in range(1, RANKS + 1)))
+        for rate in rates:
+            table.add_row(rate.drafter, *(f"{value:.1%}" for value in rate.hit_rates))
+        yield "target tokens among the k best tokens of the drafter", table
+    if parts := [part for part in report.coverage if part.mode == mode]:
+        table = new_table("drafter", "alone", "added", "overlap")
+        for part in parts:
+            table.add_row(part.drafter, f"{part.alone:.1%}", f"{part.added:.1%}", f"{part.overlap:.1%}")
+        yield "target tokens predicted by the drafters of a set", table
+    if passes := [each for each in report.passes if each.mode == mode]:
+        yield "tokens per target pass (draft tokens per pass, after merging)", _passes_table(passes)
 
 
-def _coverage_table(report: TuneReport, mode: str) -> Table:
-    table = new_table("drafter", "alone", "added", "overlap")
-    for one in report.coverage:
-        if one.mode == mode:
-            table.add_row(one.drafter, f"{one.alone:.1%}", f"{one.added:.1%}", f"{one.overlap:.1%}")
-    return table
-
-
-def _passes_table(report: TuneReport, mode: str) -> Table:
-    chosen = [one for one in report.passes if one.mode == mode]
-    counts = sorted({len(one.arm.drafters) for one in chosen})
-    table = new_table("drafters", "tree of each", *(str(count) for count in counts), num_labels=2)
-    for kind in dict.fromkeys(one.arm.kind for one in chosen):
-        of_kind = [one for one in chosen if one.arm.kind == kind]
-        for tree in dict.fromkeys(one.arm.tree for one in of_kind):
-            cells = {
-                len(one.arm.drafters): f"{one.tokens_per_pass:.3f} ({one.nodes:.1f})"
-                for one in of_kind
-                if one.arm.tree == tree
-            }
-            table.add_row(kind, shown_tree(tree), *(cells.get(count, "") for count in counts))
+def _passes_table(passes: Sequence[Passes]) -> Table:
+    counts = sorted({len(each.arm.drafters) for each in passes})
+    table = new_table("drafters", "tree of each", *map(str, counts), num_labels=2)
+    for kind, tree in dict.fromkeys((each.arm.kind, each.arm.tree) for each in passes):
+        cells = {
+            len(each.arm.drafters): f"{each.tokens_per_pass:.3f} ({each.nodes:.1f})"
+            for each in passes
+            if (each.arm.kind, each.arm.tree) == (kind, tree)
+        }
+        table.add_row(kind, shown_tree(tree), *(cells.get(count, "") for count in counts))
     return table
 
 
@@ -103,7 +95,7 @@ def plot_report(report: TuneReport, path: str | Path) -> None:
         ValueError: matplotlib is missing, or the suffix is unknown.
     """
     check_plot(path)
-    modes = [mode for mode in MODES if any(one.mode == mode for one in report.hit_rates)]
+    modes = [mode for mode in MODES if any(rate.mode == mode for rate in report.hit_rates)]
     figure = new_figure(11, 3.6 * len(modes))
     figure.suptitle(f"{report.options['target']}: {len(report.folders)} tuned drafters; held-out text")
     panels = figure.subplots(len(modes), 2, squeeze=False)
@@ -114,43 +106,44 @@ def plot_report(report: TuneReport, path: str | Path) -> None:
 
 
 def _draw_hit_rates(axes: Axes, report: TuneReport, mode: str) -> None:
-    names = list(dict.fromkeys(one.drafter for one in report.hit_rates))
-    for one in report.hit_rates:
-        if one.mode == mode:
-            kind = {"start": "start", "control": "independent"}.get(one.drafter.split("-")[0], "boosted")
-            colour = SERIES_COLOURS[names.index(one.drafter) % len(SERIES_COLOURS)]
+    names = list(dict.fromkeys(rate.drafter for rate in report.hit_rates))
+    for rate in report.hit_rates:
+        if rate.mode == mode:
+            kind = {"start": "start", "control": "independent"}.get(rate.drafter.split("-")[0], "boosted")
+            colour = SERIES_COLOURS[names.index(rate.drafter) % len(SERIES_COLOURS)]
             axes.plot(
-                range(1, RANKS + 1), [100 * rate for rate in one.hit_rates],
-                _LINES[kind], marker="o", markersize=3, color=colour, label=one.drafter,
+                range(1, RANKS + 1), [100 * value for value in rate.hit_rates],
+                _LINES[kind], marker="o", markersize=3, color=colour, label=rate.drafter,
             )  # fmt: skip
-    axes.set_xticks(range(1, RANKS + 1))
-    axes.set_xlabel("k best tokens of the drafter")
     axes.set_ylabel("include the target's token, %")
-    axes.set_title(f"{mode} text: hit rate by rank", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    _finish(axes, f"{mode} text: hit rate by rank", "k best tokens of the drafter", RANKS)
 
 
 def _draw_passes(axes: Axes, report: TuneReport, mode: str) -> None:
-    chosen = [one for one in report.passes if one.mode == mode]
-    trees = list(dict.fromkeys(one.arm.tree for one in chosen))
-    kept = [tree for tree in trees if sum(one.arm.tree == tree and one.arm.kind == "boosted" for one in chosen) > 1]
-    for tree in kept or trees[:1]:
+    passes = [each for each in report.passes if each.mode == mode]
+    trees = list(dict.fromkeys(each.arm.tree for each in passes))
+    boosted = Counter(each.arm.tree for each in passes if each.arm.kind == "boosted")
+    for tree in [tree for tree in trees if boosted[tree] > 1] or trees[:1]:
         colour = SERIES_COLOURS[trees.index(tree) % len(SERIES_COLOURS)]
         for kind, line in _LINES.items():
             points = [
-                (len(one.arm.drafters), one.tokens_per_pass)
-                for one in chosen
-                if one.arm.tree == tree and one.arm.kind == kind
+                (len(each.arm.drafters), each.tokens_per_pass)
+                for each in passes
+                if (each.arm.kind, each.arm.tree) == (kind, tree)
             ]
             if points:
                 axes.plot(
                     *zip(*points, strict=True), line, marker="s", markersize=4, color=colour,
                     label=f"{kind}, {shown_tree(tree)}",
                 )  # fmt: skip
-    axes.set_xticks(range(1, len(report.folders) + 1))
-    axes.set_xlabel("drafters, merged")
     axes.set_ylabel("tokens per pass")
-    axes.set_title(f"{mode} text: tokens per target pass", fontsize=10)
+    _finish(axes, f"{mode} text: tokens per target pass", "drafters, merged", len(report.folders))
+
+
+def _finish(axes: Axes, title: str, label: str, count: int) -> None:
+    """Set the title and the axis from 1 to a count."""
+    axes.set_xticks(range(1, count + 1))
+    axes.set_xlabel(label)
+    axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
