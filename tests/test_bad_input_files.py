@@ -76,20 +76,12 @@ def test_28_44_45_nothing_is_evaluated_or_unpickled(sources: Sources) -> None:
     assert len(sources) > 100
 
 
-# 28: attributes called eval are models' own
-def test_28_no_shell_is_started(sources: Sources) -> None:
+# 28, 46: no shell is started, and code that comes with a model is never asked for
+@pytest.mark.parametrize("name", ["shell", "trust_remote_code"])
+def test_28_46_arguments_that_are_always_false(name: str, sources: Sources) -> None:
     for path, tree in sources:
         for node in ast.walk(tree):
-            if isinstance(node, ast.keyword) and node.arg == "shell":
-                assert isinstance(node.value, ast.Constant)
-                assert node.value.value is False, path
-
-
-# 46: code that comes with a model is never asked for
-def test_46_remote_code_is_never_trusted(sources: Sources) -> None:
-    for path, tree in sources:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+            if isinstance(node, ast.keyword) and node.arg == name:
                 assert isinstance(node.value, ast.Constant)
                 assert node.value.value is False, path
 

@@ -1,7 +1,7 @@
 """Text that grows token by token: characters split over tokens, stop strings, what a stream may show."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -40,32 +40,23 @@ def test_the_whole_text_is_the_decoded_output(tokens: list[int]) -> None:
     assert buffer.text == _decode(tokens)
 
 
-@given(st.lists(st.sampled_from([0x41, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x99, 0xFF]), max_size=12))
-def test_broken_bytes_come_out_as_in_one_go(tokens: list[int]) -> None:
-    buffer = TextBuffer(_bytes)
-    for token in tokens:
-        buffer.push(token)
-    buffer.finish()
-    assert buffer.text == _bytes(tokens)
+def _some_words(tokens: Sequence[int]) -> str:
+    """A decoder with tokens that have no text."""
+    return _words([token for token in tokens if token < 7])
 
 
-@given(st.lists(st.integers(0, 8), max_size=12))
-def test_spaces_between_tokens_are_kept(tokens: list[int]) -> None:
-    buffer = TextBuffer(_words)
-    for token in tokens:
-        buffer.push(token)
-    buffer.finish()
-    assert buffer.text == _words(tokens)
+BROKEN = st.sampled_from([0x41, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x99, 0xFF])
+DECODERS = ((_bytes, BROKEN), (_words, st.integers(0, 8)), (_some_words, st.integers(0, 8)))
 
 
-@given(st.lists(st.integers(0, 8), max_size=12))
-def test_spaces_are_kept_beside_tokens_without_text(tokens: list[int]) -> None:
-    def decode(some: Sequence[int]) -> str:
-        return _words([token for token in some if token < 7])
-
-    buffer = TextBuffer(decode)
-    for token in tokens:
-        buffer.push(token)
+@pytest.mark.parametrize(("decode", "token"), DECODERS, ids=["broken bytes", "words", "tokens without text"])
+@given(data=st.data())
+def test_text_comes_out_as_in_one_go(
+    decode: Callable[[Sequence[int]], str], token: st.SearchStrategy[int], data: st.DataObject
+) -> None:
+    buffer, tokens = TextBuffer(decode), data.draw(st.lists(token, max_size=12))
+    for each in tokens:
+        buffer.push(each)
     buffer.finish()
     assert buffer.text == decode(tokens)
 

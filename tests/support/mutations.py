@@ -36,7 +36,7 @@ _LEFT_OUT = (ast.Assert, ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom, a
 _TREES = ("verify/test_verify.py", "verify/test_known_wrong.py", "verify/test_exactness.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "core/config.py": ("core/test_config.py", "test_engine_args.py"),
-    "core/systems.py": ("core/test_cpus.py",),
+    "core/systems.py": ("core/test_systems.py",),
     "core/noise.py": ("core/test_noise.py",),
     "core/request.py": ("core/test_request.py", "engine/test_engine.py"),
     "core/sampling.py": ("core/test_sampling.py", "verify/test_logits.py", "verify/test_verify.py"),

@@ -13,6 +13,7 @@ from specinfer.cli.options import ARGUMENT, DEBUG, EngineOptions, flag, load
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.hub.locate import without_revision
+from specinfer.reporting.progress_bar import stage_bar
 
 if TYPE_CHECKING:  # importing these imports torch and FastAPI
     from specinfer.llm import LLM
@@ -60,8 +61,6 @@ def run_batch(
         quiet_libraries(debug=debug)
         llm = load(args, screen)
         opened_files = files.pop_all()
-    from specinfer.reporting.progress_bar import stage_bar
-
     with _naming(output_file), opened_files, stage_bar(screen.err) as bar:
         bar.stage("requests", total)
         names = tuple(served_model_name or [without_revision(args.model)])

@@ -8,8 +8,9 @@ from specinfer.cli.errors import checking
 from specinfer.cli.options import DEBUG, JSON, check_models, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
-from specinfer.cli.tune import StageProgress, check_sources
+from specinfer.cli.tune import check_sources
 from specinfer.reporting.files import naming, write_json
+from specinfer.reporting.progress_bar import StageProgress
 
 
 def quantize(

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from specinfer.cli.errors import UsageError, checking
 from specinfer.cli.options import DEBUG, JSON, PLOT, check_models, flag
@@ -20,6 +17,7 @@ from specinfer.cli.terminal import quiet_libraries
 from specinfer.learning.policy.options import PolicyConfig
 from specinfer.learning.tune.options import DEMO_DATA, TuneConfig
 from specinfer.reporting.files import check_files, naming, write_json
+from specinfer.reporting.progress_bar import StageProgress
 
 
 def tune(
@@ -149,41 +147,3 @@ def check_sources(name: str, files: Sequence[str | Path]) -> None:
     for file in files:
         if str(file) != DEMO_DATA and not Path(file).exists():
             raise ValueError(f"{name}: no file {file}; name text files, JSON lines or folders of them")
-
-
-class StageProgress:
-    """A display of the stages of a run: as a bar on a terminal, otherwise as a line now and then."""
-
-    _EVERY = 0.1  # share of a stage between two lines
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar = Bar(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[details]}"), console=console,
-            disable=not console.is_terminal,
-        )  # fmt: skip
-        self._task: Any = None
-        self._name, self._shown = "", 0.0
-
-    def __enter__(self) -> "StageProgress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, name: str, done: int, total: int, details: str = "") -> None:
-        """Show how much of a stage is done; the first call with another name begins it."""
-        if name != self._name:
-            self._name, self._shown = name, 0.0
-            self._task = self._bar.add_task(name, total=total, details="")
-            self._print(f"{name}: {total}")
-        self._bar.update(self._task, completed=done, details=details)
-        if done >= self._shown + self._EVERY * total or done == total > self._shown:
-            self._shown = done
-            self._print(f"{name}: {done} of {total}{', ' if details else ''}{details}")
-
-    def _print(self, line: str) -> None:
-        if not self._console.is_terminal:
-            self._console.print(line, soft_wrap=True)
