@@ -10,6 +10,7 @@ from specinfer.drafters.block_drafter import BlockDrafter
 from specinfer.drafters.feature_drafter import FeatureDrafter, HeadRunner
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import CHOSEN
+from specinfer.drafters.kind import kind_of
 from specinfer.drafters.lookup.ngram import NGramDrafter
 from specinfer.drafters.lookup.prediction import PredictionDrafter
 from specinfer.drafters.lookup.suffix import SuffixDrafter
@@ -82,16 +83,14 @@ def make_drafter(
             drafters.append(RemoteDrafter(kind, name, draft_sampling, calibration))
             continue
         vocabulary = vocabularies[i] if vocabularies else None
-        made = SelfDrafter if isinstance(kind, SelfRunner) else SmallModelDrafter
-        if isinstance(kind, HeadRunner):
-            made = BlockDrafter if kind.head.block is not None else FeatureDrafter
-        if isinstance(kind, AssistantRunner):
-            made = AssistantDrafter
-        drafters.append(made(kind, vocab_size, name, draft_sampling, calibration, vocabulary, is_scored=is_chosen))
+        drafter_class = _drafter_class(kind)
+        drafters.append(
+            drafter_class(kind, vocab_size, name, draft_sampling, calibration, vocabulary, is_scored=is_chosen)
+        )
     selection, num_drafters = None, len(kinds)
     if max_asked is not None and is_chosen:
         names = [drafter.name for drafter in drafters[1:]]
-        models = [drafter.name for drafter in drafters if isinstance(drafter, SmallModelDrafter)]
+        models = [drafter.name for drafter in drafters if kind_of(drafter) is not None]
         lookups = [name for name in names if name not in models]
         selection = Selection(models, lookups, max_asked, dict(zip(names, costs or (), strict=False)))
         num_drafters = len(lookups) + min(max_asked, num_models)
@@ -115,3 +114,18 @@ def _unlike(taken: Sequence[str], name: str) -> str:
         number += 1
         free = f"{name}-{number}"
     return free
+
+
+# The drafter of each kind of runner, the more special ones first.
+_OF_RUNNERS: tuple[tuple[type[ModelRunner], type[SmallModelDrafter]], ...] = (
+    (AssistantRunner, AssistantDrafter),
+    (HeadRunner, FeatureDrafter),
+    (SelfRunner, SelfDrafter),
+    (ModelRunner, SmallModelDrafter),
+)
+
+
+def _drafter_class(runner: ModelRunner) -> type[SmallModelDrafter]:
+    if isinstance(runner, HeadRunner) and runner.head.block is not None:
+        return BlockDrafter
+    return next(drafter_class for runner_class, drafter_class in _OF_RUNNERS if isinstance(runner, runner_class))

@@ -1,7 +1,6 @@
 """The interface between the engine and the drafters."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from specinfer.core.request import Request, Span
@@ -36,39 +35,14 @@ class Drafter(Protocol):
         ...
 
 
-class Draft(Protocol):
-    """Trees that were requested and may not be ready yet."""
-
-    def wait(self) -> list[TokenTree]:
-        """Return the result of `Drafter.draft`; call this only once.
-
-        Raises:
-            Exception: Any failure of the drafter.
-        """
-        ...
+Draft = Callable[[], list[TokenTree]]  # waits for trees that were requested, once; raises any failure of the drafter
 
 
-@dataclass(frozen=True, slots=True)
-class LaterDraft:
-    """Trees that are made only in `wait`, by a function."""
-
-    grow: Callable[[], list[TokenTree]]
-
-    def wait(self) -> list[TokenTree]:
-        return self.grow()
-
-
-@runtime_checkable
-class AsyncDrafter(Drafter, Protocol):
-    """A drafter whose drafts take time; a model on another rank drafts at the same time as others."""
-
-    @property
-    def is_remote(self) -> bool:
-        """True if it runs on another rank."""
-        ...
+class RemoteDrafting(Drafter, Protocol):
+    """A drafter on another rank, which drafts at the same time as others."""
 
     def begin(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
-        """Start a draft whose `wait` returns the result of `draft`."""
+        """Start a draft, which returns the result of `draft`."""
         ...
 
 

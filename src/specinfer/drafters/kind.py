@@ -16,6 +16,7 @@ class DraftKind(NamedTuple):
         stores_drafts: False for assistants, whose drafts depend only on the output for their parents, and are all
             computed at one position.
         is_sparse: Whether it attends to a part of a long context only.
+        is_remote: Whether it is on another rank, and drafts at the same time as others.
         block: Distances from the root of the tokens of one pass for all levels; empty for a pass for each level.
         max_depth: Largest depth of a tree.
     """
@@ -25,6 +26,7 @@ class DraftKind(NamedTuple):
     shares_cache: bool = False
     stores_drafts: bool = True
     is_sparse: bool = False
+    is_remote: bool = False
     block: range = range(0)
     max_depth: int = MAX_TREE_NODES
 

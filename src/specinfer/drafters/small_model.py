@@ -5,12 +5,10 @@ all requests; `draft_sampling` turns the scores into candidates, and `expansion`
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.base import Draft, LaterDraft
 from specinfer.drafters.draft_loop import DraftLoop, TreeGrower, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
@@ -48,7 +46,6 @@ class SmallModelDrafter:
         is_scored: True to record how well it drafts, or would have drafted.
     """
 
-    is_remote = False
     kind = DraftKind()
 
     def __init__(
@@ -92,9 +89,6 @@ class SmallModelDrafter:
     def shares_vocabulary(self) -> bool:
         """True if its tokens are the target's."""
         return not self.vocabulary.translates
-
-    def begin(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
-        return LaterDraft(partial(self.draft, spans, budgets))
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         trees = [TokenTree.root(span.request.token_ids[-1]) for span in spans]

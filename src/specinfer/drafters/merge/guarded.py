@@ -11,7 +11,8 @@ from specinfer.core.errors import EngineDeadError
 from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.base import AsyncDrafter, Draft, Drafter, LaterDraft, ScoredDrafter
+from specinfer.drafters.base import Draft, Drafter, RemoteDrafting, ScoredDrafter
+from specinfer.drafters.kind import kind_of
 from specinfer.drafters.merge.selection import Selection
 from specinfer.verify import Acceptance
 
@@ -28,8 +29,8 @@ class GuardedDrafter:
 
     def __init__(self, drafter: Drafter, vocab_size: int | None = None) -> None:
         self.drafter, self.name, self._vocab_size = drafter, drafter.name, vocab_size
-        # Once: checking a protocol takes longer than many drafters.
-        self.as_async = drafter if isinstance(drafter, AsyncDrafter) else None
+        kind = kind_of(drafter)
+        self.is_lookup, self.is_remote = kind is None, kind is not None and kind.is_remote
         self.num_failures = 0  # in a row
         self.num_unscored = 0  # failures of scoring in a row
 
@@ -38,22 +39,18 @@ class GuardedDrafter:
         """True if it has not failed too often."""
         return self.num_failures < MAX_FAILURES
 
-    @property
-    def is_remote(self) -> bool:
-        return self.as_async is not None and self.as_async.is_remote
-
     def is_asked(self, request: Request, budget: TreeBudget) -> bool:
         """Return whether it drafts for a request with this budget; no selection leaves out its prediction."""
         return bool(request.prediction_ids) if self.name == PREDICTION else budget.asks(self.name)
 
     def launch(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
-        """Start a draft; its `wait` raises what fails here."""
-        if self.as_async is None:
-            return LaterDraft(partial(self.drafter.draft, spans, budgets))
+        """Start a draft, which raises what fails here."""
+        if not self.is_remote:
+            return partial(self.drafter.draft, spans, budgets)
         try:
-            return self.as_async.begin(spans, budgets)
+            return cast(RemoteDrafting, self.drafter).begin(spans, budgets)
         except Exception as error:
-            return LaterDraft(partial(_raise, error))
+            return partial(_raise, error)
 
     def collect(self, draft: Draft, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         """Return the trees of a draft, with only their roots if it failed.
@@ -62,7 +59,7 @@ class GuardedDrafter:
             EngineDeadError: A rank is gone, and the target with it.
         """
         try:
-            trees = draft.wait()
+            trees = draft()
             if len(trees) != len(spans) or not self._are_sound(trees, spans, budgets):
                 raise ValueError("a drafter must return a tree for each request, within its budget and the vocabulary")
         except EngineDeadError:

@@ -98,13 +98,13 @@ class MergedDrafter:
     @property
     def lookups(self) -> list[str]:
         """Names of the drafters that are not models."""
-        return [one.name for one in self._guarded if one.as_async is None]
+        return [one.name for one in self._guarded if one.is_lookup]
 
     def look_up(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         """Return the union of what the lookups alone draft, which may have more nodes than a budget."""
         drafted = []
         for i, one in enumerate(self._guarded):
-            if one.is_able and one.as_async is None:
+            if one.is_able and one.is_lookup:
                 shares = [
                     self._share_of(i, (i,), span.request, budget, budget.max_nodes)
                     for span, budget in zip(spans, budgets, strict=True)
@@ -119,7 +119,7 @@ class MergedDrafter:
         Each lookup drafts alone, since the next one gets what it leaves over. All models draft together.
         """
         able = [i for i, drafter in enumerate(self._guarded) if drafter.is_able]
-        lookups = [i for i in able if self._guarded[i].as_async is None]
+        lookups = [i for i in able if self._guarded[i].is_lookup]
         models = [i for i in able if i not in lookups]
         for place, i in enumerate(lookups, start=1):
             yield [i], lookups[place:] + models
@@ -194,7 +194,7 @@ class MergedDrafter:
             if len(trees) > 1:
                 competes = not budget.widths or sum(tree.num_guessed for tree in trees) > budget.max_nodes
             else:  # a model has left out what is not probable enough, a lookup has not
-                competes = budget.min_path_prob > 0 and any(self._guarded[i].as_async is None for i in makers)
+                competes = budget.min_path_prob > 0 and any(self._guarded[i].is_lookup for i in makers)
             competes = competes and all(tree.is_chosen for tree in trees)
             if len(trees) > 1 or competes:
                 several[k] = trees

@@ -17,7 +17,7 @@ from torch import Tensor
 from specinfer.core.draws import Floats
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.base import Draft, LaterDraft
+from specinfer.drafters.base import Draft
 from specinfer.drafters.growth.calibration import Calibration, source
 from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.remote.request_proxy import can_be_sent, describe
@@ -97,8 +97,7 @@ class RemoteDrafter:
         calibration: The acceptance probabilities, learned here and sent to the other rank.
     """
 
-    is_remote = True
-    kind = DraftKind()
+    kind = DraftKind(is_remote=True)
 
     def __init__(self, model: RemoteModel, name: str, draft_sampling: str, calibration: Calibration) -> None:
         self._model, self.name, self._calibration = model, name, calibration
@@ -111,7 +110,7 @@ class RemoteDrafter:
         model.link.send(about.message())
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
-        return self.begin(spans, budgets).wait()
+        return self.begin(spans, budgets)()
 
     def begin(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:
         trees = [TokenTree.root(span.request.token_ids[-1]) for span in spans]
@@ -121,7 +120,7 @@ class RemoteDrafter:
             if budget.max_nodes and can_be_sent(span.request)
         ]
         if not wanted:
-            return LaterDraft(lambda: trees)
+            return lambda: trees
         updates, self._updates = self._updates, []
         tree_requests = [self._tree_request(spans[i].request, budgets[i]) for i in wanted]
         learned = self._learned_since([spans[i].request for i in wanted])
@@ -134,7 +133,7 @@ class RemoteDrafter:
                 trees[i] = tree
             return trees
 
-        return LaterDraft(wait)
+        return wait
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         sent = self._requests.get(request.request_id)
