@@ -135,7 +135,7 @@ class Served:
 
     @property
     def first_token_seconds(self) -> float:
-        return float(np.mean([(one.first_token_time or np.nan) - one.arrival_time for one in self.requests]))
+        return float(np.mean([(one.times.first_token or np.nan) - one.times.arrival for one in self.requests]))
 
 
 def cells(config: BatchesConfig) -> Iterator[Cell]:
@@ -249,4 +249,4 @@ def _serve(server: SimulatedServer, requests: Sequence[Request], cell: Cell) -> 
 
 def _arrive(server: SimulatedServer, requests: Sequence[Request]) -> None:
     for request in requests:
-        request.arrival_time = server.now
+        request.times.arrival = server.now

@@ -79,15 +79,15 @@ class SimulatedServer:
         Args:
             when_ended: Returns the request that comes when one has ended, if any.
         """
-        coming = sorted(requests, key=lambda request: request.arrival_time)
+        coming = sorted(requests, key=lambda request: request.times.arrival)
         while coming or self._scheduler.running or self._scheduler.waiting:
             if coming and not (self._scheduler.running or self._scheduler.waiting):
-                self.now = max(self.now, coming[0].arrival_time)
-            while coming and coming[0].arrival_time <= self.now:
+                self.now = max(self.now, coming[0].times.arrival)
+            while coming and coming[0].times.arrival <= self.now:
                 self._scheduler.add(coming.pop(0))
             for ended in self._step():
                 if (following := when_ended(ended)) is not None:
-                    following.arrival_time = self.now
+                    following.times.arrival = self.now
                     self._scheduler.add(following)
 
     def _step(self) -> list[Request]:
@@ -97,8 +97,8 @@ class SimulatedServer:
         budgets = fit(decoding, self.policy.budgets(decoding, reading), _SLOTS) if decoding else []
         num_read = 0
         for span, budget in zip(decoding, budgets, strict=True):
-            if budget.max_nodes and asks_model(budget) and not span.request.drafter_knows:
-                span.request.drafter_knows = True
+            if budget.max_nodes and asks_model(budget) and not span.request.drafting.is_read:
+                span.request.drafting.is_read = True
                 num_read += len(span.request.token_ids) - span.request.num_cached
         trees, num_levels = self._drafting.grow(decoding, budgets)
         outcomes = [(tree, self._drafting.accepted(tree)) for tree in trees]
@@ -137,7 +137,7 @@ class SimulatedServer:
         return num_generated, ended
 
     def _emit(self, request: Request, num_tokens: int) -> int:
-        request.first_token_time = request.first_token_time or self.now
+        request.times.first_token = request.times.first_token or self.now
         num_tokens = min(num_tokens, request.max_new_tokens)
         for _ in range(num_tokens):
             request.append(1, None)
@@ -146,6 +146,6 @@ class SimulatedServer:
         self._cache.reserve(request.request_id, known)
         self._scheduler.keep(request, range(known))
         if request.is_finished:
-            request.finished_time = self.now
+            request.times.finished = self.now
             self._scheduler.remove(request)
         return num_tokens

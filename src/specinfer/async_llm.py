@@ -158,7 +158,7 @@ class AsyncLLM:
         self.admission.quotas.charge(tenant, num_prompt_tokens=len(job.requests[0].prompt_ids))
         limits = [limit for limit in (timeout, self.limits.request_timeout) if limit is not None]
         for request in job.requests:
-            request.priority, request.tenant, request.arrival_time = priority, tenant, arrival_time
+            request.priority, request.tenant, request.times.arrival = priority, tenant, arrival_time
             request.trace = [] if trace else None
             request.deadline = arrival + min(limits, default=float("inf"))
             if self.limits.queue_timeout is not None:

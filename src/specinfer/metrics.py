@@ -79,7 +79,7 @@ class EngineCounters(Tally):
 
     def _end(self, request: Request) -> None:
         self.ended[str(request.finish_reason)] += 1
-        arrival, scheduled, first = request.arrival_time, request.scheduled_time, request.first_token_time
+        arrival, scheduled, first = request.times.arrival, request.times.scheduled, request.times.first_token
         if scheduled is None or first is None:
             return
         end = time.time()

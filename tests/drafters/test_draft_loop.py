@@ -53,14 +53,14 @@ class _Twins:
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         spans = [Span(request, len(request.token_ids) - 1, len(request.token_ids)) for request in requests]
-        counts = [dict(request.num_draws) for request in requests]
+        counts = [dict(request.drafting.num_draws) for request in requests]
         one = self.drafters[0].draft(spans, budgets)
-        used = [request.num_draws for request in requests]
+        used = [request.drafting.num_draws for request in requests]
         for request, before in zip(requests, counts, strict=True):
-            request.num_draws = before
+            request.drafting.num_draws = before
         other = self.drafters[1].draft(spans, budgets)
         for request, tree, numbers in zip(requests, one, used, strict=True):
-            assert numbers == request.num_draws or not any(draw.distribution for draw in tree.draws)
+            assert numbers == request.drafting.num_draws or not any(draw.distribution for draw in tree.draws)
         for mine, expected in zip(one, other, strict=True):
             _check_alike(mine, expected)
         return one
@@ -228,7 +228,7 @@ def test_wide_trees_next_to_drawn_ones_are_not_in_their_call(
     assert [tree.num_guessed for tree in trees] == [200, 4]
     assert used == [True]
     for request, span, budget, tree in zip(requests, spans, budgets, trees, strict=True):
-        request.num_draws.clear()
+        request.drafting.num_draws.clear()
         (alone,) = twins.drafters[1].draft([span], [budget])
         _check_alike(tree, alone)
     drafter, wide = twins.drafters[0], TreeBudget.expansion((200,))
@@ -328,10 +328,10 @@ def test_trees_of_heads_are_those_that_grow_step_by_step(
 
         def both(spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
             nonlocal num_trees
-            counts, drafted = [dict(span.request.num_draws) for span in spans], []
+            counts, drafted = [dict(span.request.drafting.num_draws) for span in spans], []
             for drafter._loop in (None, loop):
                 for span, before in zip(spans, counts, strict=True):
-                    span.request.num_draws = dict(before)
+                    span.request.drafting.num_draws = dict(before)
                 drafted.append(draft(spans, budgets))
             for expected, mine in zip(*drafted, strict=True):
                 _check_alike(mine, expected)

@@ -147,9 +147,9 @@ def test_times_are_in_order(runner_of: Runners) -> None:
     requests = _requests()
     run(_engine(runner_of), requests)
     for request in requests:
-        assert request.first_token_time is not None
-        assert request.finished_time is not None
-        assert 0 < request.arrival_time <= request.first_token_time <= request.finished_time
+        assert request.times.first_token is not None
+        assert request.times.finished is not None
+        assert 0 < request.times.arrival <= request.times.first_token <= request.times.finished
 
 
 @pytest.mark.parametrize("kind", ["plain", "tree"])
@@ -720,7 +720,7 @@ def test_nan_that_a_guess_brought_ends_no_request(rule: str, runner_of: Runners,
 
     engine.target.forward = spoiled  # type: ignore[method-assign]
     run(engine, requests)
-    assert [request.may_guess for request in requests] == [True, False, True]
+    assert [request.drafting.is_allowed for request in requests] == [True, False, True]
     assert [request.error for request in requests] == [None] * 3
     assert [request.num_output for request in requests] == [20] * 3
     assert requests[1].speculation.num_accepted_draft_tokens == 0

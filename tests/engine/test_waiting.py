@@ -12,7 +12,7 @@ from tiny import make_request
 def _request(name: str, tenant: str = "", priority: int = 0, length: int = 4) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=None)
     request = make_request(name, range(length), params, tenant=tenant, priority=priority, cache_salt=None)
-    request.arrival_time = float(len(_MADE))
+    request.times.arrival = float(len(_MADE))
     _MADE.append(name)
     return request
 

@@ -54,7 +54,7 @@ def test_draws_and_their_distributions_are_those_of_ordinary_drafting(options: d
     logits = 3 * torch.randn((5, 300), generator=torch.Generator().manual_seed(1))
     logits[3, 2:] = -torch.inf
     request = make_request("a", [1, 2], SamplingParams(**options), seed=3)
-    number = request.begin_draws("small")
+    number = request.drafting.begin_draws("small")
     wanted = draw("without-replacement", logits, [Node(request, (), 4, drafter="small")] * 5)
     truncation = Truncation(
         torch.tensor([request.params.temperature]), torch.tensor([log_min_p(request.params)]),

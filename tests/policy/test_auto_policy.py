@@ -63,7 +63,7 @@ def test_the_request_that_takes_least_to_read_is_tested() -> None:
     for known in (1, 2):
         _, budgets = _plain_steps(policy, spans)
         assert [budget != OFF for budget in budgets] == [i == known for i in range(3)]
-        spans[2].request.drafter_knows = True
+        spans[2].request.drafting.is_read = True
 
 
 def test_a_batch_whose_rows_cost_as_much_as_its_tokens_save_has_no_drafter_read_for_a_test() -> None:
@@ -147,7 +147,7 @@ def test_a_drafter_reads_a_long_prompt_only_if_that_saves_time() -> None:
     assert policy.budgets([few]) == [OFF]
     assert policy.budgets([many]) != [OFF]
     assert [budget == OFF for budget in policy.budgets([few, many])] == [True, False]
-    few.request.drafter_knows = True
+    few.request.drafting.is_read = True
     assert policy.budgets([few]) != [OFF], "what was read costs nothing more"
 
 
@@ -163,7 +163,7 @@ def _steps_with_trees(length: int, waited: float) -> tuple[bool, bool]:
     policy = AutoPolicy(make_costs(GROWING))
     policy.planner.clock = lambda: waited
     others, first = [make_span() for _ in range(2)], make_span(num_output=0, length=length)
-    first.request.arrival_time = 0.0
+    first.request.times.arrival = 0.0
     with_first = policy.budgets([*others, Span(first.request, 0, length)])
     assert not with_first[-1].max_nodes
     return with_first[0].max_nodes > 0, policy.budgets(others)[0].max_nodes > 0
@@ -226,7 +226,7 @@ def test_the_reason_for_plain_decoding_names_the_pass_the_drafter_the_batch_or_t
         policy.acceptance = AcceptanceModel.assumed([rate, 0.01])
         policy.optimizer = TreeOptimizer(costs, policy.acceptance)
         policy.budgets([span] * count)
-        span.request.drafter_knows = True
+        span.request.drafting.is_read = True
         reasons[name] = policy.reason(span.request)
         assert (reasons[name] or policy.summary()).startswith("auto: ")
     assert reasons == {

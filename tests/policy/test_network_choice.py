@@ -239,7 +239,7 @@ def test_a_model_that_would_have_to_read_a_long_prompt_first_is_left_out() -> No
         policy = NetworkChoice(predictor(gains=gains), costs(read_token), _drafter())
         (budget,) = policy.budgets([span_of(short)])
         assert bool(budget.max_nodes) is is_asked
-    short.drafter_knows = True
+    short.drafting.is_read = True
     (budget,) = policy.budgets([span_of(short)])
     assert budget.max_nodes, "it has read it"
 
@@ -408,7 +408,7 @@ class Recorded:
 
     def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         budgets = self.policy.budgets(spans)
-        known = [(span.request, list(span.request.token_ids), span.request.drafter_knows) for span in spans]
+        known = [(span.request, list(span.request.token_ids), span.request.drafting.is_read) for span in spans]
         self.events.append(("budgets", (known, budgets)))
         return budgets
 
@@ -444,7 +444,7 @@ def test_with_rules_that_use_random_numbers_the_choice_depends_on_earlier_steps_
         if kind == "budgets":
             ((_, tokens, knows),), (budget,) = event
             assert replayed.token_ids == tokens
-            replayed.drafter_knows = knows
+            replayed.drafting.is_read = knows
             (answer,) = again.budgets([span_of(replayed)])
             assert answer is not None
             assert (answer.max_nodes, answer.max_depth) == (budget.max_nodes, budget.max_depth)

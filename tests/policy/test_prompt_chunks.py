@@ -72,7 +72,7 @@ def test_a_target_decides_in_place_of_the_tenth() -> None:
     planner.clock = lambda: 1000.0
     decoding = make_request("a", range(10), SamplingParams(temperature=0.0, max_tokens=6, slo=SLO(tpot=100_000.0)))
     decoding.token_ids += [1] * 5
-    decoding.first_token_time = 1000.0 - 4 * 100.0
+    decoding.times.first_token = 1000.0 - 4 * 100.0
     long = _reader(6000)
     assert planner.max_tokens([decoding], {long: 6000}, 512) == 512
     assert planner.max_tokens([decoding, make_span().request], {long: 6000}, 512) == 64
@@ -97,20 +97,20 @@ def _beside_a_long_prompt(
     for num_prompt, num_output, after in ((10, 1500, 0), (6000, 1, 100), (80, 5, 150)):
         params = SamplingParams(temperature=0.0, max_tokens=num_output)
         request = make_request(str(num_prompt), range(num_prompt), params, cache_salt=None)
-        request.arrival_time = 1.0 + after * plain
+        request.times.arrival = 1.0 + after * plain
         requests.append(request)
     server.run(requests)
     steps, now = list[StepRecord](), 1.0
     for step in server.steps:
-        if requests[1].arrival_time <= now < (requests[1].first_token_time or 0.0):
+        if requests[1].times.arrival <= now < (requests[1].times.first_token or 0.0):
             steps.append(step)
         now += step.time
     return steps, _ttft(requests[1]), _ttft(requests[2])
 
 
 def _ttft(request: Request) -> float:
-    assert request.first_token_time is not None
-    return request.first_token_time - request.arrival_time
+    assert request.times.first_token is not None
+    return request.times.first_token - request.times.arrival
 
 
 @pytest.mark.parametrize("speculates", [False, True], ids=["plain", "trees"])

@@ -5,7 +5,7 @@ import pytest
 from simulated_machines import MACHINES, SIZES, make_costs, make_record, make_span, roofline_costs
 from simulated_server import ArrivingRequests, RequestClass
 from specinfer.core.limits import SLO
-from specinfer.core.request import Request, Span
+from specinfer.core.request import Request, RequestTimes, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import OFF, TokenTree
 from specinfer.policy.auto_policy import AutoPolicy
@@ -30,7 +30,7 @@ def _span(tpot: float | None = None, *, late: float = 0.0, max_tokens: int = 100
     slo = None if tpot is None else SLO(tpot=1000 * tpot)
     request = make_request("a", range(10), SamplingParams(temperature=0.0, max_tokens=max_tokens, slo=slo, tree=tree))
     request.token_ids += [1] * 5
-    request.drafter_knows, request.first_token_time = True, NOW - 4 * (tpot or 0.0) - late
+    request.drafting.is_read, request.times.first_token = True, NOW - 4 * (tpot or 0.0) - late
     return Span(request, 14, 15)
 
 
@@ -77,13 +77,13 @@ def test_a_batch_takes_no_request_for_which_others_would_miss_their_targets() ->
 
 def test_a_step_reads_as_much_of_prompts_as_no_decoding_request_is_late_for() -> None:
     planner = _policy().planner
-    decoding, reader = [_span(4.2, max_tokens=6).request], make_request("b", range(500), arrival_time=NOW)
+    decoding, reader = [_span(4.2, max_tokens=6).request], make_request("b", range(500), times=RequestTimes(NOW))
     assert planner.max_tokens(decoding, {reader: 500}, 512) == 32  # 33 rows take 4.1 s
     assert planner.max_tokens([_span(0.9, max_tokens=6).request], {reader: 500}, 512) == 8
 
 
 def test_a_step_reads_more_of_prompts_if_the_tokens_that_follow_make_up_for_it() -> None:
-    planner, reader = _policy().planner, make_request("b", range(500), arrival_time=NOW)
+    planner, reader = _policy().planner, make_request("b", range(500), times=RequestTimes(NOW))
     # At a second each, 8 further tokens are 0.8 s faster than their target; 4 rows more take half a second.
     assert planner.max_tokens([_span(1.1, max_tokens=14).request], {reader: 500}, 512) == 8
     assert planner.max_tokens([_span(1.3, max_tokens=14).request], {reader: 500}, 512) == 16
@@ -96,18 +96,18 @@ def test_no_trees_are_counted_on_of_requests_without_them() -> None:
     planner = _policy().planner
     plain = [_span(0.9, tree="off").request for _ in range(9)]
     assert planner.may_admit(plain), "their targets cannot be met, so they keep none out"
-    reader = make_request("b", range(500), arrival_time=NOW)
+    reader = make_request("b", range(500), times=RequestTimes(NOW))
     assert planner.max_tokens(plain, {reader: 500}, 512) == 64, "as of requests without targets"
 
 
 def test_first_tokens_that_are_due_are_read_for_faster() -> None:
     planner = _policy().planner
     params = SamplingParams(slo=SLO(ttft=64_000.0))
-    reader = make_request("b", range(500), params, arrival_time=NOW)
+    reader = make_request("b", range(500), params, times=RequestTimes(NOW))
     assert (
         planner.max_tokens([_span(4.2, max_tokens=6).request], {reader: 500}, 512) == 64
     )  # 7.8 of 7.9 tokens a second
-    reader.arrival_time -= 40.0  # too late in any case
+    reader.times.arrival -= 40.0  # too late in any case
     assert planner.max_tokens([_span(4.2, max_tokens=6).request], {reader: 500}, 512) == 32
 
 

@@ -114,7 +114,7 @@ def test_metrics_agree_with_the_requests(llm: LLM) -> None:
         assert got["kv_cache_usage_perc"] == 0
         assert got["request_refused_total reason=not_found"] == 1
         assert got["request_refused_total reason=invalid_json"] == 1
-        e2e = sum((request.finished_time or 0) - request.arrival_time for request in requests)
+        e2e = sum((request.times.finished or 0) - request.times.arrival for request in requests)
         assert got["e2e_request_latency_seconds_sum"] == pytest.approx(e2e)
 
     serve(llm, body)

@@ -160,6 +160,6 @@ def _taken(value: Any) -> Any:
         tokens = [*value.prompt_ids, *value.output_ids]
         taken = Request(value.request_id, value.prompt_ids, value.params, value.seed, cache_salt=None)
         taken.token_ids, taken.eos_token_ids = tokens, value.eos_token_ids
-        taken.uniforms.state, taken.num_draws = value.uniforms.state, dict(value.num_draws)
+        taken.uniforms.state, taken.drafting.num_draws = value.uniforms.state, dict(value.drafting.num_draws)
         return taken
     return value

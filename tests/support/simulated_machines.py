@@ -112,7 +112,7 @@ class SimulatedDrafting:
         self._sureness, self._random, self.calibration = sureness, np.random.default_rng(seed), Calibration()
         self._spans = [make_span(num_output=5, max_tokens=10**6, length=length) for _ in range(num_requests)]
         for span in self._spans:
-            span.request.drafter_knows = True
+            span.request.drafting.is_read = True
 
     def step(self, policy: SpeculationPolicy) -> StepRecord:
         """Run one step, from which the policy learns."""

@@ -88,14 +88,14 @@ class ArrivingRequests:
     @staticmethod
     def seconds(request: Request) -> float:
         """Return the seconds from arrival to end."""
-        assert request.finished_time is not None
-        return request.finished_time - request.arrival_time
+        assert request.times.finished is not None
+        return request.times.finished - request.times.arrival
 
     @staticmethod
     def ttft(request: Request) -> float:
         """Return the seconds from arrival to the first token."""
-        assert request.first_token_time is not None
-        return request.first_token_time - request.arrival_time
+        assert request.times.first_token is not None
+        return request.times.first_token - request.times.arrival
 
     @classmethod
     def _tpot(cls, request: Request) -> float:
@@ -105,5 +105,5 @@ class ArrivingRequests:
         slo = kind.slo if self._is_aware else None
         params = SamplingParams(temperature=0.0, max_tokens=kind.num_output, slo=slo)
         request = make_request(str(number), range(kind.num_prompt), params, cache_salt=None)
-        request.arrival_time = float(time)
+        request.times.arrival = float(time)
         return request

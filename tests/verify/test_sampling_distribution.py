@@ -316,7 +316,7 @@ def _pairs(drawing: str) -> Counter[tuple[int, ...]]:
     nodes = []
     for seed in range(NUM_DRAWS):
         request = make_request(str(seed), [1], SamplingParams(), seed)
-        request.num_draws[""] = seed % 3
+        request.drafting.num_draws[""] = seed % 3
         nodes.append(Node(request, (), 2))
     return Counter(map(tuple, draw(drawing, Q.log().expand(NUM_DRAWS, -1), nodes).tokens.tolist()))
 

@@ -98,8 +98,8 @@ class RequestOutput:
     def from_requests(cls, request_id: str, prompt: str | None, requests: list[Request]) -> "RequestOutput":
         """Make the output from the requests (one for each of `n`) that served a prompt."""
         first = requests[0]
-        starts = [r.first_token_time for r in requests if r.first_token_time is not None]
-        ends = [r.finished_time for r in requests if r.finished_time is not None]
+        starts = [r.times.first_token for r in requests if r.times.first_token is not None]
+        ends = [r.times.finished for r in requests if r.times.finished is not None]
         error = next((r.error for r in requests if r.error is not None), None)
         total = first.speculation
         for request in requests[1:]:
@@ -111,7 +111,7 @@ class RequestOutput:
             outputs=[] if error is not None else list(starmap(CompletionOutput.from_request, enumerate(requests))),
             finished=all(request.is_finished for request in requests),
             metrics=RequestMetrics(
-                first.arrival_time, min(starts, default=None), max(ends, default=None), total.as_dict()
+                first.times.arrival, min(starts, default=None), max(ends, default=None), total.as_dict()
             ),
             error=error,
             prompt_logprobs=list(first.prompt_logprobs) if first.params.prompt_logprobs is not None else None,
@@ -125,7 +125,7 @@ class RequestOutput:
         """Make the unfinished output of a prompt from one of its requests."""
         return cls(
             request_id, prompt, request.prompt_ids, outputs, finished=False,
-            metrics=RequestMetrics(request.arrival_time, request.first_token_time),
+            metrics=RequestMetrics(request.times.arrival, request.times.first_token),
             prompt_logprobs=list(request.prompt_logprobs) if request.params.prompt_logprobs is not None else None,
             num_cached_tokens=request.num_cached,
         )  # fmt: skip

@@ -41,6 +41,53 @@ class Fault(enum.Enum):
     BROKEN = enum.auto()  # an internal failure
 
 
+@dataclass(slots=True)
+class DraftState:
+    """The state of drafting for a request.
+
+    Attributes:
+        num_draws: For each drafter, by name, a counter that numbers its draws, so that no noise is used twice.
+        is_allowed: False once a draft token made the model compute NaN.
+        is_read: True if a drafter that is a model has read the tokens so far.
+    """
+
+    num_draws: dict[str, int] = field(default_factory=dict)
+    is_allowed: bool = True
+    is_read: bool = False
+
+    def begin_draws(self, drafter: str) -> int:
+        """Start a new tree of a drafter and return the number of its first draw, beyond those of all its earlier trees.
+
+        So the draws of a drafter do not depend on how many draws another drafter made, or where.
+        """
+        first = (self.num_draws.get(drafter, 0) // DRAWS_EACH + 1) * DRAWS_EACH
+        self.num_draws[drafter] = first
+        return first
+
+
+@dataclass(slots=True)
+class LogitsState:
+    """The state of the processing of a request's logits.
+
+    Attributes:
+        forbidden: [vocab] bool, True for tokens that are not in `allowed_token_ids`.
+        token_counts: Counts for the penalties.
+    """
+
+    forbidden: Tensor | None = None
+    token_counts: TokenCounts | None = None
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When a request arrived, its first token was computed and emitted, and it ended, in seconds since the epoch."""
+
+    arrival: float = 0.0
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The known tokens of a request, how many of them are cached, and its parameters.
@@ -73,8 +120,9 @@ class Request:
     start_deadline: float = float("inf")  # the same for a request that has not been started
     token_ids: list[int] = field(init=False)
     uniforms: UniformStream = field(init=False)  # for rules that use random numbers
-    # For each drafter, by name: counter that numbers its draws, so that no noise is used twice.
-    num_draws: dict[str, int] = field(default_factory=dict)
+    drafting: DraftState = field(default_factory=DraftState)
+    logits_state: LogitsState = field(default_factory=LogitsState)
+    times: RequestTimes = field(default_factory=RequestTimes)
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens whose keys and values were already cached
     num_prompt_computed: int = 0  # prompt tokens computed so far, with cached ones; a preemption does not lower it
@@ -85,17 +133,9 @@ class Request:
     stop_reason: int | str | None = None
     error: str | None = None
     fault: Fault | None = None  # the kind of `error`
-    forbidden: Tensor | None = None  # [vocab] bool, True for tokens that are not in `allowed_token_ids`
-    token_counts: TokenCounts | None = None  # counts for the penalties
     verification: str | None = None  # verification rule of this request, or None for the engine's
-    may_guess: bool = True  # False once a draft token made the model compute NaN
-    drafter_knows: bool = False  # True if the drafter has read the tokens so far
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     trace: list[StepTrace] | None = None  # a list if the steps are to be recorded
-    arrival_time: float = 0.0
-    scheduled_time: float | None = None  # when its first token was computed
-    first_token_time: float | None = None
-    finished_time: float | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
@@ -135,9 +175,9 @@ class Request:
         if slo is None:
             return math.inf
         assert isinstance(slo, SLO)
-        if self.first_token_time is None:
-            return math.inf if slo.ttft is None else self.arrival_time + slo.ttft / 1000
-        return math.inf if slo.tpot is None else self.first_token_time + self.num_output * slo.tpot / 1000
+        if self.times.first_token is None:
+            return math.inf if slo.ttft is None else self.times.arrival + slo.ttft / 1000
+        return math.inf if slo.tpot is None else self.times.first_token + self.num_output * slo.tpot / 1000
 
     @property
     def max_new_tokens(self) -> int:
@@ -167,15 +207,6 @@ class Request:
         assert not self.num_output
         self.seed = derive_seed(self.seed, number)
         self.uniforms = UniformStream(self.seed)
-
-    def begin_draws(self, drafter: str) -> int:
-        """Start a new tree of a drafter and return the number of its first draw, beyond those of all its earlier trees.
-
-        So the draws of a drafter do not depend on how many draws another drafter made, or where.
-        """
-        first = (self.num_draws.get(drafter, 0) // DRAWS_EACH + 1) * DRAWS_EACH
-        self.num_draws[drafter] = first
-        return first
 
     def append(self, token: int, origin: str | None) -> None:
         """Append one token and finish the request if it ends with this token."""

@@ -103,7 +103,7 @@ class DraftLoop:
             self._cache.note_read(request, num)
             cache.give_back(request.request_id, num_computed)
             if not tree.is_chosen:
-                request.num_draws[self._name] += 1 + num_computed
+                request.drafting.num_draws[self._name] += 1 + num_computed
         return [GrownTree(tree, range(1, num_computed + 1)) for tree, num_computed in grown]
 
     def _num_new(self, request: Request) -> int:
@@ -174,7 +174,7 @@ class DraftLoop:
             sampling = sampling_of(self._draft_sampling, request)
             if sampling == "without-replacement":
                 tree.choice, tree.seed = DRAWN, derive_seed(request.seed, draws_of(self._name))
-                tree.first_draw = request.num_draws[self._name]
+                tree.first_draw = request.drafting.num_draws[self._name]
             elif sampling == "shared-noise":
                 tree.choice = NOISY
             tree.top_k, tree.top_p, tree.log_min_p = params.top_k, params.top_p, log_min_p(params)

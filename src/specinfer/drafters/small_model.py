@@ -96,7 +96,7 @@ class SmallModelDrafter:
         for i, (span, budget) in enumerate(zip(spans, budgets, strict=True)):
             if not budget.max_nodes:
                 continue
-            span.request.begin_draws(self.name)
+            span.request.drafting.begin_draws(self.name)
             known = self._sync(span.request)
             if known is not None:
                 budget = budget.cut(

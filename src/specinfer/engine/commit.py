@@ -94,8 +94,8 @@ class Committer:
     def _retry_or_end(self, outcome: Outcome, reason: int) -> None:
         """Compute the last token again without draft tokens, which may be the cause, or end the request."""
         span, tree = outcome.span, outcome.tree
-        if tree is not None and tree.num_guessed and span.request.may_guess:
-            span.request.may_guess = False
+        if tree is not None and tree.num_guessed and span.request.drafting.is_allowed:
+            span.request.drafting.is_allowed = False
             self._scheduler.keep(span.request, range(span.end - span.start - 1))
         else:
             self._endings.end_without_token(span.request, reason)

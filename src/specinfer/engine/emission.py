@@ -35,8 +35,8 @@ def emit(
     origins = tree.drafters() if path else []
     tokens = [*(tree.tokens[node] for node in path), acceptance.next_token]
     guessed_by = [*(origins[node] for node in path), None]
-    if request.first_token_time is None:
-        request.first_token_time = time.time()
+    if request.times.first_token is None:
+        request.times.first_token = time.time()
     params, before = request.params, request.num_output
     if params.logprobs is not None and not logprobs:
         (logprobs,) = top_logprobs([asked_logprobs(request, tree, acceptance, logits)])

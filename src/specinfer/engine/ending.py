@@ -27,7 +27,7 @@ class Endings:
         """End a request in any state; without a reason it has ended by its own tokens."""
         if reason is not None:
             request.finish(reason)
-        request.finished_time = time.time()
+        request.times.finished = time.time()
         self._scheduler.remove(request)
         self.forget(request)
 
@@ -52,6 +52,6 @@ class Endings:
 
     def forget(self, request: Request) -> None:
         """Free what the drafter keeps of a request."""
-        request.drafter_knows = False
+        request.drafting.is_read = False
         if self._drafter is not None:
             self._drafter.forget(request.request_id)

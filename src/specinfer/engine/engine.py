@@ -69,7 +69,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; it starts at the next step with capacity for it."""
-        request.arrival_time = request.arrival_time or time.time()
+        request.times.arrival = request.times.arrival or time.time()
         self.scheduler.add(request)
 
     def abort(self, request: Request, error: str | None = None, fault: Fault = Fault.BROKEN) -> None:

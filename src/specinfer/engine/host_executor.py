@@ -151,8 +151,8 @@ class HostExecutor:
 
     def _note_start(self, spans: Sequence[Span]) -> None:
         now = time.time()
-        for request in [span.request for span in spans if span.request.scheduled_time is None]:
-            request.scheduled_time = now
+        for request in [span.request for span in spans if span.request.times.scheduled is None]:
+            request.times.scheduled = now
             if self._rules is not None:
                 self._rules.start(request)
 
@@ -191,8 +191,8 @@ class HostExecutor:
             drafted = drafter.draft([span for _, span, _ in asking], [budget for *_, budget in asking])
             for (i, span, budget), tree in zip(asking, drafted, strict=True):
                 request = span.request
-                if budget.max_nodes and asks_model(budget) and not request.drafter_knows:
-                    request.drafter_knows = True
+                if budget.max_nodes and asks_model(budget) and not request.drafting.is_read:
+                    request.drafting.is_read = True
                     step.num_read += len(request.token_ids) - request.num_cached if reads_prompts(drafter) else 0
                 if is_sound(tree, span, budget, self.target.loaded.vocab_size):
                     trees[i] = tree
@@ -248,7 +248,7 @@ def fit(spans: Sequence[Span], budgets: Sequence[TreeBudget], free_slots: int) -
     fitting = []
     for span, budget in zip(spans, budgets, strict=True):
         # The token after the path needs no draft token, so the path may be one shorter.
-        budget = budget.cut(span.request.max_new_tokens - 1, free_slots) if span.request.may_guess else OFF
+        budget = budget.cut(span.request.max_new_tokens - 1, free_slots) if span.request.drafting.is_allowed else OFF
         free_slots -= budget.max_nodes
         fitting.append(budget)
     return fitting

@@ -95,7 +95,7 @@ class Learners:
         except Exception:
             logger.exception("%s failed", type(self.policy).__name__)
         if stats.reason is None:
-            if not request.may_guess:
+            if not request.drafting.is_allowed:
                 stats.reason = "with draft tokens the model computed values that are not numbers"
             elif request.num_output == 1:
                 stats.reason = "the output has a single token"

@@ -254,7 +254,7 @@ class Scheduler:
         end = len(request.prompt_logprobs) - 1 if request.lacks_prompt_logprobs else len(request.token_ids) - 1
         known = self._cache.attach(request.request_id, request.cache_salt, request.token_ids[: max(end, 0)])
         request.num_computed = known
-        if request.scheduled_time is None:  # otherwise it finds what it computed itself
+        if request.times.scheduled is None:  # otherwise it finds what it computed itself
             request.num_cached = known
 
     def _is_leaving(self, request_id: str) -> bool:

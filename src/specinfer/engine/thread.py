@@ -210,7 +210,7 @@ class EngineThread:
         unstarted = [
             request
             for request in requests
-            if request.start_deadline < now <= request.deadline and request.scheduled_time is None
+            if request.start_deadline < now <= request.deadline and request.times.scheduled is None
         ]
         for request in late:
             self._engine.abort(request, "the request took longer than it was given", Fault.LATE_END)

@@ -117,7 +117,7 @@ class WaitingQueue:
         """Return the rank of a tenant's next request, if the tenant has this many running; the lowest is next."""
         tenant = request.tenant
         is_full = self.is_full(tenant, num_running)
-        return is_full, num_running, self._served[tenant], request.priority, request.arrival_time, tenant
+        return is_full, num_running, self._served[tenant], request.priority, request.times.arrival, tenant
 
 
 def _interleaved(urgent: Iterable[Request], queue: Iterable[Request], num_taken: int) -> Iterator[Request]:

@@ -161,7 +161,7 @@ class AutoPolicy:
         plain, grown = self.costs.target([num_rows, num_rows + num_nodes]).tolist()
         reading = self.costs.read_token * sum(map(num_to_read, others))
         added = grown - plain + float(self.costs.draft(num_nodes, num_levels)) + reading
-        waited = self.planner.clock() - max(request.arrival_time for request in firsts)
+        waited = self.planner.clock() - max(request.times.arrival for request in firsts)
         return bool(added > self.DELAY * (waited + plain))
 
     def _may_delay(self, request: Request) -> bool:
@@ -226,7 +226,7 @@ class AutoPolicy:
                 else f"only {', '.join(sorted(self._lookups.names))} drafts"
             )
             return f"auto: {does}, {self.optimizer.why_plain(num_requests)}"
-        if request.drafter_knows or request.num_output == 1:
+        if request.drafting.is_read or request.num_output == 1:
             return None
         return "auto: plain decoding, reading the prompt with the drafter takes longer than its draft tokens save"
 

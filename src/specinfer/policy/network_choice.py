@@ -165,7 +165,7 @@ class NetworkChoice:
                 state.num_without_model = 0
             else:
                 state.num_without_model += 1
-                if state.num_without_model % _PROBE == 0 and state.request.drafter_knows:
+                if state.num_without_model % _PROBE == 0 and state.request.drafting.is_read:
                     choice = self._probe
             state.chosen = choice
             state.expected = float(expected.tokens[i, choice]) - 1.0
@@ -203,7 +203,7 @@ class NetworkChoice:
         """Exclude models if the possible gain is less than the cost of reading the prompt."""
         for i, (span, rates) in enumerate(zip(spans, alone, strict=True)):
             request = span.request
-            if request.drafter_knows or not self._costs.read_token:
+            if request.drafting.is_read or not self._costs.read_token:
                 continue
             gain_per_token = 1.0 / rates[~self._uses_model].max() - 1.0 / rates.max()
             reading = self._costs.read_token * (len(request.token_ids) - request.num_cached)
@@ -222,7 +222,7 @@ class NetworkChoice:
             return
         configuration = self._network.configurations[state.chosen]
         state.chosen = 0
-        if not request.may_guess or request.max_new_tokens + num_generated <= configuration.max_depth:
+        if not request.drafting.is_allowed or request.max_new_tokens + num_generated <= configuration.max_depth:
             return  # the request could not draft, or the end of the output cut the tree
         accepted = float(len(acceptance.path))
         # As in training, but scaled to a few draft tokens, so that sums compare with the priors.

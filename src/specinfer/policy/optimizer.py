@@ -225,7 +225,7 @@ class TreeOptimizer:
 
         All requests of the batch wait for this reading, so that a token saves what it takes of the batch's time.
         """
-        if request.drafter_knows:
+        if request.drafting.is_read:
             return True
         rates = self.rates(num_requests)
         gain_per_token = 1.0 / rates[0] - 1.0 / rates[self._chosen]  # the first is off
@@ -259,4 +259,4 @@ class TreeOptimizer:
 
 def num_to_read(request: Request) -> int:
     """Return the number of known tokens that the drafter would read before it drafts."""
-    return 0 if request.drafter_knows else len(request.token_ids) - request.num_cached
+    return 0 if request.drafting.is_read else len(request.token_ids) - request.num_cached

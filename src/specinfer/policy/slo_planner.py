@@ -243,7 +243,7 @@ def _tpot(request: Request, now: float, fastest: float) -> float:
     if not isinstance(slo, SLO) or slo.tpot is None:
         return np.inf
     tpot, num_left = slo.tpot / 1000, request.max_new_tokens
-    if request.first_token_time is None:
+    if request.times.first_token is None:
         return tpot if tpot > fastest else np.inf
     # The last token is due this much after the next one.
     return tpot if now + num_left * fastest <= request.due + (num_left - 1) * tpot else np.inf

@@ -148,7 +148,7 @@ class LoggedPolicy:
             # The end of the output cuts trees and accepted paths: near it a tree shows only what shallower ones yield.
             budget = budget.cut(max_new_tokens - 1, budget.max_nodes)
             # Nothing is learned if the request could not use its budget, or drafted from its own prediction.
-            is_free = request.may_guess and not request.prediction_ids and not request.is_finished
+            is_free = request.drafting.is_allowed and not request.prediction_ids and not request.is_finished
             if budget.max_nodes and not budget.widths and is_free:
                 self._note(self._entry(row, budget, tree, acceptance))
         self.tracker.on_tokens(request, tree, acceptance, logits, num_generated)

@@ -163,8 +163,8 @@ class Metrics:
         if request.params.max_tokens is not None:
             self._max_tokens.observe(request.params.max_tokens)
         self._generated.observe(request.num_output)
-        arrival, scheduled, first = request.arrival_time, request.scheduled_time, request.first_token_time
-        end = request.finished_time or time.time()
+        arrival, scheduled, first = request.times.arrival, request.times.scheduled, request.times.first_token
+        end = request.times.finished or time.time()
         if arrival:
             self._e2e.observe(end - arrival)
         if scheduled is not None:

@@ -45,8 +45,8 @@ class Telemetry:
 
     def note_end(self, generation: Generation) -> None:
         first = generation.requests[0]
-        end = first.finished_time or time.time()
-        start = first.arrival_time or end
+        end = first.times.finished or time.time()
+        start = first.times.arrival or end
         span = self._tracer.start_span("llm_request", kind=self._kind, start_time=_nanoseconds(start))
         for name, value in _attributes(generation, self._model_name, end).items():
             if value is not None:
@@ -82,7 +82,7 @@ def _packages() -> tuple[ModuleType, ModuleType, ModuleType, ModuleType]:
 def _attributes(generation: Generation, model_name: str, end: float) -> dict[str, str | int | float | None]:
     requests = generation.requests
     first, params = requests[0], requests[0].params
-    scheduled, first_token = first.scheduled_time, first.first_token_time
+    scheduled, first_token = first.times.scheduled, first.times.first_token
     total = first.speculation
     for request in requests[1:]:
         total = total + request.speculation
@@ -97,16 +97,16 @@ def _attributes(generation: Generation, model_name: str, end: float) -> dict[str
         "gen_ai.usage.prompt_tokens": len(first.prompt_ids),
         "gen_ai.usage.completion_tokens": sum(request.num_output for request in requests),
         "gen_ai.response.finish_reason": first.finish_reason or "abort",
-        "gen_ai.latency.e2e": end - first.arrival_time if first.arrival_time else None,
+        "gen_ai.latency.e2e": end - first.times.arrival if first.times.arrival else None,
         "specinfer.num_draft_tokens": total.num_draft_tokens,
         "specinfer.num_accepted_tokens": total.num_accepted_draft_tokens,
         "specinfer.tokens_per_pass": total.tokens_per_pass,
     }
     if scheduled is not None:
-        attributes["gen_ai.latency.time_in_queue"] = scheduled - first.arrival_time
+        attributes["gen_ai.latency.time_in_queue"] = scheduled - first.times.arrival
         attributes["gen_ai.latency.time_in_model_inference"] = end - scheduled
     if scheduled is not None and first_token is not None:
-        attributes["gen_ai.latency.time_to_first_token"] = first_token - first.arrival_time
+        attributes["gen_ai.latency.time_to_first_token"] = first_token - first.times.arrival
         attributes["gen_ai.latency.time_in_model_prefill"] = first_token - scheduled
         attributes["gen_ai.latency.time_in_model_decode"] = end - first_token
     return attributes

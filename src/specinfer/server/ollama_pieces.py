@@ -62,12 +62,12 @@ class Pieces:
 
     def _end(self, chunk: TextChunk) -> dict[str, Any]:
         request = self._generation.requests[0]
-        start, first = request.scheduled_time or request.arrival_time, request.first_token_time
-        end = request.finished_time or time.time()
+        start, first = request.times.scheduled or request.times.arrival, request.times.first_token
+        end = request.times.finished or time.time()
         return {
             "done": True,
             "done_reason": chunk.finish_reason,
-            "total_duration": _nanoseconds(end - request.arrival_time),
+            "total_duration": _nanoseconds(end - request.times.arrival),
             "load_duration": 0,
             "prompt_eval_count": len(request.prompt_ids),
             "prompt_eval_duration": _nanoseconds((first or end) - start),

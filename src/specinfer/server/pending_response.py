@@ -241,7 +241,7 @@ class Choices:
             return []
         self._is_reading = not self._is_read
         firsts, now = [generation.requests[0] for generation in self._generations], time.time()
-        started = min(now if first.scheduled_time is None else first.scheduled_time for first in firsts)
+        started = min(now if first.times.scheduled is None else first.times.scheduled for first in firsts)
         progress = {
             "total": sum(len(first.prompt_ids) for first in firsts),
             "cache": sum(first.num_cached for first in firsts),

@@ -208,7 +208,7 @@ class TraceFile:
             {
                 "type": "request",
                 "request": request.request_id,
-                "time": request.arrival_time,
+                "time": request.times.arrival,
                 "model": self._model,
                 "prompt": self._texts.text(request.prompt_ids) or None,
                 "prompt_token_ids": request.prompt_ids,
@@ -228,11 +228,11 @@ class TraceFile:
             {
                 "type": "end",
                 "request": request.request_id,
-                "time": request.finished_time,
+                "time": request.times.finished,
                 "finish_reason": request.finish_reason,
                 "stop_reason": request.stop_reason,
                 "error": request.error,
-                "first_token_time": request.first_token_time,
+                "first_token_time": request.times.first_token,
                 "speculative_decoding": request.speculation.as_dict(),
             }
         )

@@ -65,11 +65,11 @@ def adjust(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> 
     logits = logits.clone()
     output_ids = request.output_ids  # the property copies, so it is read once
     if params.allowed_token_ids is not None:
-        if request.forbidden is None:  # made once: the list may be as long as the vocabulary
+        if request.logits_state.forbidden is None:  # made once: the list may be as long as the vocabulary
             forbidden = np.ones(logits.shape[-1], dtype=np.bool_)
             forbidden[list(params.allowed_token_ids)] = False
-            request.forbidden = send(forbidden, logits.device)
-        logits.masked_fill_(request.forbidden, -torch.inf)
+            request.logits_state.forbidden = send(forbidden, logits.device)
+        logits.masked_fill_(request.logits_state.forbidden, -torch.inf)
     if request.restricts_tokens(depth):
         _mask(logits, request, paths)
     if params.logit_bias:
@@ -283,10 +283,10 @@ def _hold_back_ends(logits: Tensor, request: Request, paths: Sequence[Sequence[i
 
 def _penalise(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:
     """Apply the penalties to the tokens seen so far, which are few compared with the vocabulary."""
-    params, counted = request.params, request.token_counts
+    params, counted = request.params, request.logits_state.token_counts
     repeats = params.repetition_penalty != 1.0
     if counted is None or counted.num_counted > request.num_output:
-        counted = request.token_counts = TokenCounts(request.prompt_ids if repeats else ())
+        counted = request.logits_state.token_counts = TokenCounts(request.prompt_ids if repeats else ())
     counted.add(request.token_ids[len(request.prompt_ids) + counted.num_counted :])
     along = [counted.along(path) for path in paths]
     # Rows, tokens and counts of all nodes in one transfer.

@@ -141,7 +141,7 @@ def test_chosen_guesses_are_the_best_with_the_targets_noise_or_without(name: str
             possible = [token for token in range(VOCAB) if scores[token] > -math.inf]
             assert _tokens(found, row) == sorted(possible, key=lambda token: -scores[token])[:6]
             assert all(found.distribution(row, rank) is None for rank in range(6))
-    assert not request.num_draws
+    assert not request.drafting.num_draws
 
 
 # ------------------------------------------------------------------------------------------------ drawn
@@ -236,7 +236,7 @@ def test_no_noise_is_used_twice(way: str) -> None:
     seen, numbers = [], []
     for _ in range(40):
         seen.append(tuple(draw(way, row, [Node(request, (), 2)]).tokens[0].tolist()))
-        numbers.append(request.num_draws[""])
+        numbers.append(request.drafting.num_draws[""])
     assert numbers == [(2 if way == "iid" else 1) * i for i in range(1, 41)]
     firsts = [first for first, _ in seen]
     assert len(set(firsts)) > 10

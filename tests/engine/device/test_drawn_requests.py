@@ -137,7 +137,7 @@ def test_best_first_trees_use_no_random_number_twice(every: int, rule: str, pair
             if request.num_output > before[request]:
                 states[request].append(request.uniforms.state)
     for request in sampled:
-        assert request.num_draws["small"] // DRAWS_EACH >= request.speculation.num_spec_steps > 1
+        assert request.drafting.num_draws["small"] // DRAWS_EACH >= request.speculation.num_spec_steps > 1
         assert len(set(states[request])) == len(states[request])
     assert sum(request.speculation.num_accepted_draft_tokens for request in sampled) > 4
 

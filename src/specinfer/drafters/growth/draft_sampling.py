@@ -164,8 +164,8 @@ def _own_noise(level: Level, ids: Tensor, *, draws: int = 1) -> Tensor:
     numbers, seeds = list[int](), list[int]()
     for frontier in level.frontiers:
         request, count = frontier.request, draws * len(frontier.depths)
-        first = request.num_draws.get(frontier.drafter, 0)
-        request.num_draws[frontier.drafter] = first + count
+        first = request.drafting.num_draws.get(frontier.drafter, 0)
+        request.drafting.num_draws[frontier.drafter] = first + count
         numbers += range(first, first + count)
         seeds += [derive_seed(request.seed, draws_of(frontier.drafter))] * count
     noise = noise_for(seeds, numbers, ids if draws == 1 else ids.repeat_interleave(draws, dim=0))

@@ -161,7 +161,11 @@ class Scoring:
             is_prompt = place < num_prompt
             view = _as_text(request, self._is_chosen(request)) if is_prompt else _as_output(request)
             # Its drafts read the request's cache, and no noise is used twice.
-            view.prompt_ids, view.cache_salt, view.num_draws = request.prompt_ids, request.cache_salt, request.num_draws
+            view.prompt_ids, view.cache_salt, view.drafting.num_draws = (
+                request.prompt_ids,
+                request.cache_salt,
+                request.drafting.num_draws,
+            )
             view.token_ids, view.adapter = ids[:place], request.adapter
             found.append(PastText(view, ids[place : min(place + num_tokens, num_prompt if is_prompt else end)]))
         return found
@@ -233,5 +237,5 @@ def _as_output(request: Request) -> Request:
         request.request_id, request.prompt_ids, request.params, request.seed, request.eos_token_ids,
         bad_words_ids=request.bad_words_ids,
     )  # fmt: skip
-    view.forbidden, view.verification = request.forbidden, request.verification
+    view.logits_state.forbidden, view.verification = request.logits_state.forbidden, request.verification
     return view

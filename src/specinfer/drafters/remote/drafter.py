@@ -154,7 +154,7 @@ class RemoteDrafter:
             about = describe(request)
         sent.is_growing = True
         return TreeRequest(
-            sent.key, about, self._new_tokens(request, sent), request.begin_draws(self.name),
+            sent.key, about, self._new_tokens(request, sent), request.drafting.begin_draws(self.name),
             dataclasses.replace(budget, drafters=None),
         )  # fmt: skip
 

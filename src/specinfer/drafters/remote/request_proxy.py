@@ -89,5 +89,5 @@ def append_tokens(request: Request, tokens: Sequence[int]) -> None:
 
 
 def draw_from(request: Request, drafter: str, first: int) -> None:
-    """Set the number of the first draw of the drafter's next tree, see `Request.begin_draws`."""
-    request.num_draws[drafter] = first - DRAWS_EACH
+    """Set the number of the first draw of the drafter's next tree, see `DraftState.begin_draws`."""
+    request.drafting.num_draws[drafter] = first - DRAWS_EACH

@@ -57,7 +57,7 @@ class TreeRequest:
     Attributes:
         about: The request's description; empty if it was sent before.
         tokens: The tokens that became known since the last message.
-        first_draw: The number of the tree's first draw, as `Request.begin_draws` counts.
+        first_draw: The number of the tree's first draw, as `DraftState.begin_draws` counts.
     """
 
     key: int

@@ -56,7 +56,7 @@ class DeviceBudgets:
         for one in device_requests:
             request, budget = one.request, self._asked.get(one.request, OFF)
             is_asked = any(budget.asks(name) for name in (*self._lookups, *self._models_of(one)))
-            may_guess = request.may_guess and request.max_new_tokens > 1 and is_asked
+            may_guess = request.drafting.is_allowed and request.max_new_tokens > 1 and is_asked
             found.append(budget if may_guess and holds(budget) else OFF)
         self.uncut = found
         if not any(budget.min_gain for budget in found) or not self.asks_model(device_requests, found):

@@ -103,7 +103,7 @@ class DraftRow(NamedTuple):
             "before": request.token_ids[-2] if self.num_unread > 1 else 0,
             "seeds": request.seed,
             "streams": derive_seed(request.seed, draws_of(self.drafter)),
-            "first_draw": request.num_draws[self.drafter],
+            "first_draw": request.drafting.num_draws[self.drafter],
         }
         for name, value in numbers.items():
             inputs[name][row] = value

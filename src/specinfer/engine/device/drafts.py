@@ -59,8 +59,8 @@ class DeviceDrafts:
         readers = {name for name, kind in zip(self.names, self.kinds, strict=True) if not kind.shares_cache}
         count = 0
         for one, budget in zip(device_requests, budgets, strict=True):
-            if budget.max_nodes and one.drafted_by and not one.request.drafter_knows:
-                one.request.drafter_knows = True
+            if budget.max_nodes and one.drafted_by and not one.request.drafting.is_read:
+                one.request.drafting.is_read = True
                 if readers & one.drafted_by:
                     count += len(one.request.token_ids) - one.request.num_cached
         return count

@@ -84,4 +84,4 @@ class DrawnRequests:
             request.uniforms.state = answer.uniforms
             for name in drafters:
                 if name is not None:
-                    request.begin_draws(name)
+                    request.drafting.begin_draws(name)

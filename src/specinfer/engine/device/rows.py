@@ -122,7 +122,9 @@ class DeviceRows:
         for drafter, drafts in zip(self._drafters, state.drafts, strict=True):
             drafts.has_two[row].fill_(False)
             drafts.streams[row].fill_(derive_seed(request.seed, draws_of(drafter.name)))
-            drafts.first_draw[row].fill_((request.num_draws.get(drafter.name, 0) // DRAWS_EACH + 1) * DRAWS_EACH)
+            drafts.first_draw[row].fill_(
+                (request.drafting.num_draws.get(drafter.name, 0) // DRAWS_EACH + 1) * DRAWS_EACH
+            )
         if request.params.scored_tokens:
             named = np.asarray(request.params.scored_tokens, dtype=np.int64)
             state.named[row, : len(named)].copy_(self._there(named))

@@ -138,4 +138,4 @@ class Adaptation:
 
     def _note_swap(self) -> None:
         for request in self._engine.scheduler.requests():
-            request.drafter_knows = False
+            request.drafting.is_read = False

@@ -117,8 +117,10 @@ class EngineReplica:
 
     def _note_end(self, generation: Generation) -> None:
         for request in generation.requests:
-            if request.first_token_time is not None:
-                self._first_tokens.append((request.first_token_time, request.first_token_time - request.arrival_time))
+            if request.times.first_token is not None:
+                self._first_tokens.append(
+                    (request.times.first_token, request.times.first_token - request.times.arrival)
+                )
 
 
 def _name_of_ray() -> str:
