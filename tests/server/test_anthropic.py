@@ -275,6 +275,7 @@ def test_thoughts_are_blocks_with_a_signature() -> None:
     call = OutputDelta(index=0, id="c", name="read", arguments="{}")
     written = _message(OutputDelta(reasoning="Hm. "), OutputDelta(reasoning="So."), OutputDelta("Yes."), call)
     events = written.write(END)
+    assert events[0]["message"]["content"] == []
     kinds = [event.get("delta", event.get("content_block", {})).get("type", event["type"]) for event in events]
     assert kinds == [
         "message_start",

@@ -58,8 +58,8 @@ class MessageBlocks:
         return [self._piece(self._blocks.open, "")]
 
     def write(self, chunk: TextChunk, place: int = 0) -> list[Event]:
-        changes = self._blocks.read(chunk) if self._max_tokens != 0 else []
-        events = [*self._begin(), *self._written(changes)]
+        events = self._begin()  # without content
+        events += self._written(self._blocks.read(chunk) if self._max_tokens != 0 else ())
         return events if chunk.finish_reason is None else [*events, *self._finish(chunk)]
 
     def whole(self, chunks: Sequence[Sequence[TextChunk]]) -> bytes:
