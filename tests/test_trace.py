@@ -234,7 +234,7 @@ def test_tokens_without_text_are_warned_of_and_serving_goes_on(
     assert caplog.text.count("no such token") == 1
 
 
-def test_what_the_writer_cannot_keep_up_with_is_left_out_and_counted(
+def test_what_the_writer_cannot_keep_up_with_is_skipped_and_counted(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trace, "_MAX_NODES_WAITING", 0)
@@ -252,7 +252,7 @@ def test_what_the_writer_cannot_keep_up_with_is_left_out_and_counted(
     assert all(not line["nodes"] for line in lines if line["type"] == "step")
     assert lines[-1]["type"] == "left_out"
     assert lines[-1]["lines"] > 0
-    assert sum("left out" in record.getMessage() for record in caplog.records) == 1
+    assert sum("are skipped" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_file_that_cannot_be_written_is_refused_by_name(llm: LLM, tmp_path: Path) -> None:
