@@ -30,7 +30,7 @@ from specinfer.engine import thread
 from specinfer.engine.tally import Tally
 from specinfer.engine.thread import EngineThread
 from specinfer.learning.adapt.adaptation import Adaptation
-from specinfer.learning.adapt.held_out_evaluation import HeldOutEvaluation
+from specinfer.learning.adapt.held_out_evaluation import HeldOutEvaluation, Version
 from specinfer.learning.adapt.hits import served_hits
 from specinfer.learning.adapt.online_trainer import OnlineTrainer
 from specinfer.learning.adapt.settings import AdaptationConfig
@@ -178,7 +178,7 @@ def test_what_is_worse_on_newer_traffic_is_taken_back(loaded: Callable[..., LLM]
     assert llm.adaptation is not None
     bad = one._versions.write(lambda folder: _corrupted(one, folder))
     one._swap_in(one._load(bad))  # as if the evaluation had been passed
-    assert one.current.number == 1
+    assert one.current is not one.original
     original, prompts = one.original.loaded, _prompts(40)
     assert one._drafter.runner.loaded is not original
     wanted = _said(loaded(adapt_drafters=False, tree="off"), prompts)
@@ -386,28 +386,31 @@ def test_batches_keep_order_and_size(lengths: list[int], num_tokens: int) -> Non
 
 
 def test_versions_are_compared_on_what_both_answered() -> None:
-    exam = HeldOutEvaluation(max_tokens=400, min_tokens=200, margin=0.01)
+    evaluation = HeldOutEvaluation(max_tokens=400, min_tokens=200, margin=0.01)
     for _ in range(3):
-        exam.add(_example(3, 100))
-    first, second, third = exam.held_out
+        evaluation.add(_example(3, 100))
     right, wrong = np.ones(100, np.float32), np.zeros(100, np.float32)
-    first.hits |= {0: wrong, 1: right}
-    assert not exam.is_better(1, 0), "100 tokens are too few"
-    second.hits |= {0: right, 1: right}
-    assert exam.is_better(1, 0)
-    assert not exam.is_better(0, 1)
-    assert exam.rate(0) == 0.5
-    assert exam.unevaluated(0) == [third]
+    bad, good = Version(lambda example: wrong), Version(lambda example: right)
+    bad.hits, good.hits = {0: wrong}, {0: right}
+    assert not evaluation.is_better(good, bad), "100 tokens are too few"
+    bad.hits[1], good.hits[1] = right, right
+    assert evaluation.is_better(good, bad)
+    assert not evaluation.is_better(bad, good)
+    assert evaluation.rate(bad) == 0.5
+    assert not evaluation.has_evaluated(bad)
+    assert len(list(evaluation.evaluate(bad))) == 1
+    assert evaluation.has_evaluated(bad)
     # 60 gained and 55 lost is what chance makes of two that are alike.
-    first.hits |= {2: (np.arange(100) < 60).astype(np.float32), 3: (np.arange(100) >= 45).astype(np.float32)}
-    second.hits |= {2: right, 3: right}
-    assert not exam.is_better(2, 3)
-    exam.forget(1)
-    assert math.isnan(exam.rate(1))
+    first, second = Version(lambda example: right), Version(lambda example: right)
+    first.hits = {0: (np.arange(100) < 60).astype(np.float32), 1: right}
+    second.hits = {0: (np.arange(100) >= 45).astype(np.float32), 1: right}
+    assert not evaluation.is_better(first, second)
+    assert math.isnan(evaluation.rate(Version(lambda example: right)))
     for _ in range(2):
-        exam.add(_example(3, 100))
-    assert len(exam.held_out) == 4
-    assert exam.held_out[0] is second
+        evaluation.add(_example(3, 100))
+    assert list(evaluation.examples) == [1, 2, 3, 4]
+    assert len(list(evaluation.evaluate(bad))) == 2
+    assert list(bad.hits) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -550,7 +553,7 @@ def test_damaged_and_foreign_versions_are_left_aside(
     llm = loaded(adapt_dir=tmp_path)
     one = _trainer(llm)
     source = one.original.folder if damage != "shape" else save_model(tmp_path / "wide", hidden_size=64)
-    kept = one._versions.keep(one._versions.write(lambda folder: _copied(source, folder)))
+    kept = one._versions.store(one._versions.write(lambda folder: _copied(source, folder)))
     llm.shutdown()
     if damage == "weights":
         content = bytearray((kept / "model.safetensors").read_bytes())

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import reference
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.learning.policy.network_training import (
-    LoggedSteps,
     evaluate_network,
     fixed_rates,
     rate_of,
@@ -187,7 +186,7 @@ def _made_up(count: int, seed: int) -> StepLog:
 def test_every_architecture_learns_from_a_feature() -> None:
     menu = make_configurations(SLOTS)
     learning, evaluation = _made_up(600, 0), _made_up(200, 1)
-    learned, judged = (LoggedSteps(log, outcomes_of(log, menu)) for log in (learning, evaluation))
+    learned, judged = (outcomes_of(log, menu) for log in (learning, evaluation))
     best = max(fixed_rates(judged, COSTS))
     for hidden in ((), (16,)):
         predictor = train_network(learned, menu, hidden, seed=0, num_steps=1500)
@@ -203,10 +202,10 @@ def test_every_architecture_learns_from_a_feature() -> None:
 def test_rates_are_tokens_over_seconds() -> None:
     menu = (Configuration(), Configuration(("model",), 7, 6, 0.0))
     made = _made_up(4, 0)
-    sample = LoggedSteps(made, outcomes_of(made, menu))
+    sample = outcomes_of(made, menu)
     assert fixed_rates(sample, COSTS)[0] == pytest.approx(1.0)
-    emitted = 1.0 + sample.outcomes.accepted[:, 1]
-    seconds = COSTS.step(1, sample.outcomes.nodes[:, 1], sample.outcomes.levels[:, 1])
+    emitted = 1.0 + sample.accepted[:, 1]
+    seconds = COSTS.step(1, sample.nodes[:, 1], sample.levels[:, 1])
     assert rate_of(sample, np.ones(4, dtype=np.int64), COSTS) == pytest.approx(emitted.sum() / seconds.sum())
 
 

@@ -2,20 +2,19 @@
 
 All work is for idle moments and cut into slices. A copy is trained on examples. Its drafts on held-out examples are
 compared with those of the version in use. If it is better, it replaces that version between two steps. If it is worse
-than an earlier one on newer traffic, the earlier one comes back. Two versions are kept, and the original drafter.
+than an earlier one on newer traffic, the earlier one comes back. Two versions are stored, and the original drafter.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from specinfer.core.errors import ModelError
-from specinfer.learning.adapt.held_out_evaluation import HeldOutEvaluation
-from specinfer.learning.adapt.hits import Hits, served_hits
+from specinfer.learning.adapt.held_out_evaluation import HeldOutEvaluation, Version
+from specinfer.learning.adapt.hits import served_hits
 from specinfer.learning.adapt.settings import AdaptationConfig, AdaptationStats
 from specinfer.learning.adapt.student import Learner, Student
 from specinfer.learning.adapt.traffic import ServedExample, Traffic
@@ -25,16 +24,6 @@ from specinfer.learning.examples import TrainingExample
 from specinfer.model.load import LoadedModel
 
 logger = logging.getLogger(__name__)
-_COPY = -1  # the version number under which the training copy is evaluated
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """Weights of the drafter; number 0 is the original."""
-
-    number: int
-    loaded: LoadedModel
-    folder: Path
 
 
 class OnlineTrainer:
@@ -67,25 +56,26 @@ class OnlineTrainer:
         self._evaluation = HeldOutEvaluation(config.eval_tokens, config.min_eval_tokens, config.margin)
         self._uses: Counter[int] = Counter()  # number of uses of examples, by their numbers
         self._num_seen = 0  # number of examples of the traffic that were seen
-        self._num_versions = 0
-        self.original = self.current = Version(0, drafter.runner.loaded, versions.origin)
+        self.original = self.current = self._version(drafter.runner.loaded, versions.origin)
         self.previous: Version | None = None
         self._resume()
+        assert self.current.folder is not None
         self._student = Student(learner, self.current.folder, config)
+        self._copy = Version(self._student.hits)
 
     def _resume(self) -> None:
         """Resume from what was learned before the process began."""
-        kept = self._versions.kept()
-        for folder in kept:
+        stored = self._versions.stored()
+        for folder in stored:
             try:
                 version = self._load(folder)
             except ModelError as error:
-                logger.warning("adapt_dir: %s cannot be used, and is left aside: %s", folder, error)
+                logger.warning("adapt_dir: %s cannot be used, and is skipped: %s", folder, error)
                 continue
             self._use(version)
             logger.info("drafter %s resumes from its last adapted version, %s", self.name, folder)
             break
-        for older in kept:
+        for older in stored:
             self._versions.drop(older)
 
     # ------------------------------------------------------------------------------------ slices
@@ -146,23 +136,25 @@ class OnlineTrainer:
     def _restart(self) -> None:
         """Reset the copy to the weights in use."""
         self.stats.num_restarts += 1
+        assert self.current.folder is not None
         self._student.begin(self.current.folder)
-        self._evaluation.forget(_COPY)
+        self._copy = Version(self._student.hits)
 
     # ------------------------------------------------------------------------------ evaluations
 
     def _evaluate_copy(self) -> Generator[None]:
         """Put the copy in the drafter's place if it is better, both in float32 and as it would serve."""
-        self._evaluation.forget(_COPY)
-        for version in {self.current.number: self.current, 0: self.original}.values():
-            yield from self._evaluate_version(version)
-        yield from self._evaluate(_COPY, self._student.hits)
+        copy = self._copy = Version(self._student.hits)
+        for version in dict.fromkeys((self.current, self.original, copy)):
+            yield from self._evaluation.evaluate(version)
         self.stats.num_evaluations += 1
         self._note_rates()
-        if self._evaluation.is_better(self.current.number, _COPY):
+        if copy is not self._copy:  # `watch` went back to an earlier version meanwhile
+            return
+        if self._evaluation.is_better(self.current, copy):
             logger.info("drafter %s: what was learned makes it worse, and is discarded", self.name)
             self._restart()
-        if not self._evaluation.is_better(_COPY, self.current.number):
+        if not self._evaluation.is_better(copy, self.current):
             return
         written = self._versions.write(lambda folder: self._student.save(folder, self._versions.origin))
         try:
@@ -174,19 +166,20 @@ class OnlineTrainer:
             return
         try:
             yield
-            yield from self._evaluate_version(candidate)
-            if self._evaluation.is_better(candidate.number, self.current.number):
+            yield from self._evaluation.evaluate(candidate)
+            if self._evaluation.is_better(candidate, self.current):
                 self._swap_in(candidate)
         finally:
-            if self.current.number != candidate.number:
+            if self.current is not candidate:
                 self._drop(candidate)
 
     def _swap_in(self, candidate: Version) -> None:
-        candidate = replace(candidate, folder=self._versions.keep(candidate.folder))
+        assert candidate.folder is not None
+        candidate.folder = self._versions.store(candidate.folder)
         logger.info(
             "drafter %s is replaced by what it has learned: its draft tokens are right for %.1f %% of "
             "held-out tokens, before for %.1f %%", self.name,
-            100 * self._evaluation.rate(candidate.number), 100 * self._evaluation.rate(self.current.number),
+            100 * self._evaluation.rate(candidate), 100 * self._evaluation.rate(self.current),
         )  # fmt: skip
         before = self.current
         if self.previous is not None:
@@ -202,20 +195,20 @@ class OnlineTrainer:
         if self.current is self.original:
             return
         earlier = [version for version in (self.previous, self.original) if version is not None]
-        versions = {version.number: version for version in (self.current, *earlier)}
-        if not any(self._evaluation.unevaluated(number) for number in versions):
+        versions = dict.fromkeys((self.current, *earlier))
+        if all(map(self._evaluation.has_evaluated, versions)):
             return
-        for version in versions.values():
-            yield from self._evaluate_version(version)
+        for version in versions:
+            yield from self._evaluation.evaluate(version)
         self._note_rates()
         for version in earlier:
             # Between two slices another call may already have brought one back.
-            is_kept = version is self.previous or version is self.original
-            if is_kept and self._evaluation.is_better(version.number, self.current.number):
+            is_stored = version is self.previous or version is self.original
+            if is_stored and self._evaluation.is_better(version, self.current):
                 logger.warning(
                     "drafter %s: what it learned is worse on newer traffic (its draft tokens are right for %.1f %% "
                     "of tokens, those of the version before for %.1f %%), and is undone", self.name,
-                    100 * self._evaluation.rate(self.current.number), 100 * self._evaluation.rate(version.number),
+                    100 * self._evaluation.rate(self.current), 100 * self._evaluation.rate(version),
                 )  # fmt: skip
                 self._go_back(version)
                 return
@@ -231,34 +224,25 @@ class OnlineTrainer:
         self._note_rates()
         self._restart()
 
-    def _evaluate(self, number: int, evaluate: Callable[[TrainingExample], Hits]) -> Generator[None]:
-        """Evaluate a version on the examples it has no hits for, one per slice."""
-        for example in self._evaluation.unevaluated(number):
-            example.hits[number] = evaluate(example.example)
-            yield
-
-    def _evaluate_version(self, version: Version) -> Generator[None]:
-        loaded, vocab_size = version.loaded, self._learner.vocab_size
-        yield from self._evaluate(version.number, lambda example: served_hits(loaded, example, vocab_size))
-
     def _note_rates(self) -> None:
-        self.stats.hit_rate = self._evaluation.rate(self.current.number)
-        self.stats.original_hit_rate = self._evaluation.rate(self.original.number)
+        self.stats.hit_rate = self._evaluation.rate(self.current)
+        self.stats.original_hit_rate = self._evaluation.rate(self.original)
 
     # ---------------------------------------------------------------------------------- versions
 
+    def _version(self, loaded: LoadedModel, folder: Path) -> Version:
+        return Version(lambda example: served_hits(loaded, example, self._learner.vocab_size), loaded, folder)
+
     def _load(self, folder: Path) -> Version:
         """Load a folder's weights in the form in which the drafter serves."""
-        loaded = self._learner.load(folder)
-        self._num_versions += 1
-        return Version(self._num_versions, loaded, folder)
+        return self._version(self._learner.load(folder), folder)
 
     def _use(self, version: Version) -> None:
+        assert version.loaded is not None
         self._drafter.replace(version.loaded)
         self.current = version
         self._swapped()
 
     def _drop(self, version: Version) -> None:
-        if version is not self.original:
-            self._evaluation.forget(version.number)
+        if version is not self.original and version.folder is not None:
             self._versions.drop(version.folder)

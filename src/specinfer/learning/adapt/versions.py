@@ -76,16 +76,16 @@ class Versions:
         for left in root.glob(f"{_PARTIAL}*"):  # left by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
 
-    def kept(self) -> Iterator[Path]:
+    def stored(self) -> Iterator[Path]:
         """Yield intact versions, the newest first; damaged ones are skipped with a warning."""
         for folder in reversed(self._folders()):
             if self._is_whole(folder):
                 yield folder
             else:
-                logger.warning("adapt_dir: %s is damaged and left aside; it can be deleted", folder)
+                logger.warning("adapt_dir: %s is damaged and skipped; it can be deleted", folder)
 
     def write(self, save: Callable[[Path], None]) -> Path:
-        """Create a folder with what `save` writes into it; it becomes a version only with `keep`.
+        """Create a folder with what `save` writes into it; it becomes a version only with `store`.
 
         Raises:
             OSError, SafetensorError: The folder cannot be written; nothing is left of it.
@@ -102,7 +102,7 @@ class Versions:
             raise
         return written
 
-    def keep(self, written: Path) -> Path:
+    def store(self, written: Path) -> Path:
         """Make it the newest version, atomically, and return its new path."""
         number = max((int(folder.name[-6:]) for folder in self._folders()), default=0) + 1
         return written.rename(self._root / f"{self._sum[:12]}-{number:06d}")

@@ -21,7 +21,6 @@ from specinfer.learning.policy.tree_outcomes import TreeOutcomes
 from specinfer.policy.batch_optimizer import rates_alone
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.network import SMALL_NODES, Configuration, PolicyNetwork, token_weight
-from specinfer.policy.step_log import StepLog
 
 Floats = npt.NDArray[np.float64]
 _RATE, _DECAY = 3e-3, 1e-3
@@ -31,16 +30,8 @@ _ASIDE = 8  # one step in this many decides when training ends
 _LEAST_SCALE = 0.05  # a feature that hardly varied must not be scaled up
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedSteps:
-    """Logged steps and what every configuration would have yielded in them."""
-
-    log: StepLog
-    outcomes: TreeOutcomes
-
-
 def train_network(
-    sample: LoggedSteps,
+    outcomes: TreeOutcomes,
     menu: Sequence[Configuration],
     hidden: Sequence[int],
     *,
@@ -55,14 +46,13 @@ def train_network(
         num_steps: The largest number of training steps; the weights that did best on the steps kept aside are returned.
         left_out: Groups of features that it does not see, such as "target".
     """
-    log, features = sample.log, sample.log.features
+    log, features = outcomes.log, outcomes.log.features
     unknown = np.isnan(features)
     assert len(features), "nothing was logged"
     low, high = np.nanmin(features, axis=0), np.nanmax(features, axis=0)
     mean, scale = np.nanmean(features, axis=0), np.maximum(np.nanstd(features, axis=0), _LEAST_SCALE)
     seen = np.asarray([name.split(".")[0] not in left_out for name in log.names], dtype=np.float64)
     inputs = np.where(unknown, 0.0, (features - mean) / scale) * seen
-    outcomes = sample.outcomes
     goals = np.stack([outcomes.accepted, outcomes.nodes, outcomes.levels], axis=1)  # [steps, 3, configurations]
     weights = np.repeat(outcomes.known[:, None, :].astype(np.float64), 3, axis=1)
     weights[:, 0] *= token_weight(small_accepted(outcomes, menu))[:, None]
@@ -152,23 +142,22 @@ class NetworkQuality:
     num_weights: int
 
 
-def evaluate_network(network: PolicyNetwork, sample: LoggedSteps, costs: CostModel) -> NetworkQuality:
+def evaluate_network(network: PolicyNetwork, outcomes: TreeOutcomes, costs: CostModel) -> NetworkQuality:
     """Evaluate a network on steps whose trees were large enough to show all configurations."""
-    expected = network.expect(sample.log.features)
+    expected = network.expect(outcomes.log.features)
     chosen = rates_alone(expected, costs).argmax(axis=1)
-    error = np.abs(expected.tokens - 1.0 - sample.outcomes.accepted)[sample.outcomes.known].mean()
+    error = np.abs(expected.tokens - 1.0 - outcomes.accepted)[outcomes.known].mean()
     num_weights = sum(weight.size + bias.size for weight, bias in network.layers)
     name = str(network.about.get("architecture", ""))
-    return NetworkQuality(name, float(error), rate_of(sample, chosen, costs), num_weights)
+    return NetworkQuality(name, float(error), rate_of(outcomes, chosen, costs), num_weights)
 
 
-def rate_of(sample: LoggedSteps, chosen: npt.NDArray[np.int64], costs: CostModel) -> float:
+def rate_of(outcomes: TreeOutcomes, chosen: npt.NDArray[np.int64], costs: CostModel) -> float:
     """Return the tokens per second if these configurations had been chosen, `chosen` [steps].
 
     Each step that shows all configurations stands for as many tokens of text as its large tree emitted. Smaller trees
     emit them in several steps, and each of these is assumed to have the same cost and yield.
     """
-    outcomes = sample.outcomes
     full = outcomes.known.all(axis=1)
     each = np.arange(len(chosen))
     tokens = 1.0 + outcomes.accepted[each, chosen]
@@ -177,7 +166,7 @@ def rate_of(sample: LoggedSteps, chosen: npt.NDArray[np.int64], costs: CostModel
     return float(emitted[full].sum() / (emitted * seconds / tokens)[full].sum())
 
 
-def fixed_rates(sample: LoggedSteps, costs: CostModel) -> list[float]:
+def fixed_rates(outcomes: TreeOutcomes, costs: CostModel) -> list[float]:
     """Return the tokens per second of each configuration if chosen in every step."""
-    num_steps, num_configurations = sample.outcomes.accepted.shape
-    return [rate_of(sample, np.full(num_steps, number), costs) for number in range(num_configurations)]
+    num_steps, num_configurations = outcomes.accepted.shape
+    return [rate_of(outcomes, np.full(num_steps, number), costs) for number in range(num_configurations)]

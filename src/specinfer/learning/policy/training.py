@@ -10,7 +10,6 @@ from pathlib import Path
 from specinfer.core.files import write_atomically
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.learning.policy.network_training import (
-    LoggedSteps,
     NetworkQuality,
     evaluate_network,
     fixed_rates,
@@ -49,8 +48,8 @@ def train_policy(config: PolicyConfig, progress: StageCallback = lambda *_, **__
     """
     training, held_out, costs = _read_steps(config) if config.logs else _collect(config, progress)
     configurations = make_configurations(training.slots)
-    learning, evaluation = (LoggedSteps(log, outcomes_of(log, configurations)) for log in (training, held_out))
-    _check_enough(learning.outcomes, evaluation.outcomes)
+    learning, evaluation = (outcomes_of(log, configurations) for log in (training, held_out))
+    _check_enough(learning, evaluation)
     groups = list(dict.fromkeys(name.split(".")[0] for name in training.names))
     about = {"target": Path(config.target).name, "steps": len(training.entries), "seed": config.seed}
     networks: dict[str, PolicyNetwork] = {}

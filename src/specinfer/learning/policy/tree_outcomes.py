@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TreeOutcomes:
-    """The yield of each step with each configuration; all arrays are [steps, configurations].
+    """The yield of each logged step with each configuration; all arrays are [steps, configurations].
 
     Attributes:
         accepted: The number of accepted tokens.
@@ -30,6 +30,7 @@ class TreeOutcomes:
         known: True where the logged tree was large enough to show it.
     """
 
+    log: StepLog
     accepted: Floats
     nodes: Floats
     levels: Floats
@@ -70,7 +71,7 @@ def outcomes_of(log: StepLog, menu: Sequence[Configuration]) -> TreeOutcomes:
             nodes[i, j] = len(taken)
             if configuration.uses_model:
                 levels[i, j] = _levels(tree, taken, models)
-    return TreeOutcomes(accepted, nodes, levels, known)
+    return TreeOutcomes(log, accepted, nodes, levels, known)
 
 
 def _sources(slot: int, greedy: bool) -> str:
