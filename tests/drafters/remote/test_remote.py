@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specinfer.core.config import SpeculativeConfig
+from specinfer.core.draws import CHOSEN, POOL, DrawnFrom, Draws
 from specinfer.core.errors import RanksError
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.parallel_config import ParallelConfig
@@ -25,7 +26,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.rules import RULES
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.thought import Reasoning, Thought
-from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter, RemoteDrafter, SmallModelDrafter, make_drafter
 from specinfer.drafters.merge.guarded import MAX_FAILURES
 from specinfer.drafters.remote.drafter import RemoteModel
@@ -34,11 +35,11 @@ from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter,
 from specinfer.drafters.remote.wire import (
     CalibrationState,
     DraftRequest,
-    Reader,
     RequestUpdate,
     TreeRequest,
     read_draft_request,
     read_trees,
+    unpack,
     write_draft_request,
     write_failure,
     write_trees,
@@ -70,16 +71,16 @@ class Hand:
         self._is_late = is_late
 
     def send(self, message: Tensor) -> None:
-        assert answer(self.hosted, Reader(message.clone())) is None
+        assert answer(self.hosted, message.clone()) is None
 
     def request(self, message: Tensor) -> Callable[[], Tensor]:
         self.log.append("asked")
         self.num_numbers.append(len(message))
-        said = None if self._is_late else answer(self.hosted, Reader(message.clone()))
+        said = None if self._is_late else answer(self.hosted, message.clone())
 
         def wait() -> Tensor:
             self.log.append("awaited")
-            found = answer(self.hosted, Reader(message.clone())) if said is None else said
+            found = answer(self.hosted, message.clone()) if said is None else said
             assert found is not None
             return found
 
@@ -355,34 +356,48 @@ def test_any_question_comes_through(
         [CalibrationState(kind, np.asarray(numbers, dtype=np.float64)) for kind, numbers in learned],
         tree_requests,
     )
-    rest = Reader(write_draft_request(5, draft_request))
-    assert [rest.get(), rest.get()] == [2, 5]
-    found = read_draft_request(rest)
+    header, arrays = unpack(write_draft_request(5, draft_request))
+    assert header["drafter"] == 5
+    found = read_draft_request(header["draft"], arrays)
     assert found.updates == draft_request.updates
     assert found.tree_requests == draft_request.tree_requests
     assert [(one.is_sampled, one.state.tolist()) for one in found.learned] == learned
 
 
+@st.composite
+def _pools(draw: st.DrawFn, num_nodes: int) -> DrawnFrom:
+    """What the children of nodes were drawn from, with any support."""
+    support, most = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=num_nodes * support, max_size=num_nodes * support))
+    probs = draw(st.lists(_FLOAT, min_size=len(ids), max_size=len(ids)))
+    places = draw(st.lists(st.integers(0, support - 1), min_size=num_nodes * most, max_size=num_nodes * most))
+    return DrawnFrom(
+        np.array(ids, dtype=np.int64).reshape(num_nodes, -1), np.array(probs).reshape(num_nodes, -1),
+        np.array(places, dtype=np.int64).reshape(num_nodes, -1), is_replaced=draw(st.booleans()),
+    )  # fmt: skip
+
+
 @given(st.data())
 def test_any_trees_come_through(data: st.DataObject) -> None:
-    """Drawn and chosen guesses side by side, draws on record twice, distributions of any length."""
+    """Drawn and chosen guesses side by side, draws on record twice, from what several trees share."""
     sent = []
-    for tree in data.draw(st.lists(trees(name="x"), max_size=4)):
-        distributions = {
-            node: Distribution(np.asarray(ids, dtype=np.int64), np.asarray(probs, dtype=np.float64))
-            for node in range(len(tree))
-            for ids in [data.draw(st.lists(st.integers(0, 2**31 - 1), max_size=4))]
-            for probs in [data.draw(st.lists(_FLOAT, min_size=len(ids), max_size=len(ids)))]
-        }
-        draws = []
-        for node in data.draw(st.lists(st.integers(1, len(tree) - 1), max_size=9)) if len(tree) > 1 else []:
-            distribution = data.draw(st.sampled_from([None, distributions[tree.parents[node]]]))
-            removed = tuple(data.draw(st.lists(st.integers(0, 127), max_size=3)))
-            distribution = distribution and distribution._replace(removed=removed)
-            draws.append(Draw(node, "x", distribution, data.draw(_FLOAT)))
-        sent.append(TokenTree(tree.tokens, tree.parents, tuple(draws)))
-    found = read_trees(write_trees(sent), "x")
-    assert list(map(as_values, found)) == list(map(as_values, sent))
+    shared = data.draw(_pools(13))
+    for tree in data.draw(st.lists(trees(name="x", max_nodes=12), max_size=4)):
+        pools = [shared, data.draw(_pools(len(tree)))]
+        nodes = data.draw(st.lists(st.integers(1, len(tree) - 1), max_size=9)) if len(tree) > 1 else []
+        numbers = []
+        for node in nodes:
+            pool, parent = data.draw(st.sampled_from([-1, 0, 1])), tree.parents[node]
+            rank = data.draw(st.integers(0, pools[pool].places.shape[1] - 1))
+            number = int(pools[pool].numbers(np.array([parent]), np.array([rank]))[0])
+            numbers.append(CHOSEN if pool < 0 else pool << POOL | number)
+        confidence = data.draw(st.lists(_FLOAT, min_size=len(nodes), max_size=len(nodes)))
+        draws = Draws(np.array(nodes, np.int64), np.zeros(len(nodes), np.int64), np.array(confidence), ("x",))
+        if any(number >= 0 for number in numbers):
+            draws = draws._replace(numbers=np.array(numbers), pools=tuple(pools))
+        sent.append(TokenTree.from_arrays(tree.arrays._replace(draws=draws)))
+    received = read_trees(write_trees(sent), "x")
+    assert list(map(as_values, received)) == list(map(as_values, sent))
 
 
 def test_a_failure_is_no_tree() -> None:

@@ -6,7 +6,6 @@ contains everything the draft depends on, so the trees are those that the same d
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,10 +23,9 @@ from specinfer.drafters.remote.request_proxy import can_be_sent, describe
 from specinfer.drafters.remote.wire import (
     CalibrationState,
     DraftRequest,
-    Kind,
     RequestUpdate,
     TreeRequest,
-    Writer,
+    pack,
     read_trees,
     write_draft_request,
 )
@@ -105,9 +103,8 @@ class RemoteDrafter:
         self._requests: dict[str, _Sent] = {}
         self._updates: list[RequestUpdate] = []
         self._learned: dict[str, bytes] = {}  # the last state sent for each source
-        about = Writer(Kind.FRESH, model.number)
-        about.text(json.dumps({"name": name, "draft_sampling": draft_sampling}))
-        model.link.send(about.message())
+        about = {"name": name, "draft_sampling": draft_sampling}
+        model.link.send(pack({"drafter": model.number, "reset": about}))
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         return self.begin(spans, budgets)()

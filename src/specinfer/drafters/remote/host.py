@@ -4,7 +4,6 @@ They draft in their own thread, so they do not wait for a running pass of the ta
 """
 
 import functools
-import json
 import logging
 import os
 import threading
@@ -24,7 +23,7 @@ from specinfer.drafters.growth.calibration import Calibration, source_of
 from specinfer.drafters.loading import SmallModel, load_small
 from specinfer.drafters.remote.placement import PlacedDrafter
 from specinfer.drafters.remote.request_proxy import Grammars, append_tokens, draw_from, make_proxy
-from specinfer.drafters.remote.wire import DraftRequest, Kind, Reader, read_draft_request, write_failure, write_trees
+from specinfer.drafters.remote.wire import DraftRequest, read_draft_request, unpack, write_failure, write_trees
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 from specinfer.model.definition import load_tokenizer
@@ -155,25 +154,24 @@ class _LazyGrammars:
         return self._compiler.compile(asked, ignore_eos=ignore_eos)
 
 
-def answer(drafters: Mapping[int, HostedDrafter], rest: Reader) -> Tensor | None:
+def answer(drafters: Mapping[int, HostedDrafter], message: Tensor) -> Tensor | None:
     """Return the answer to a message, or None for no answer; a drafter that fails costs only its drafts."""
-    kind = rest.get()
-    drafter = drafters[rest.get()]
+    header, arrays = unpack(message)
+    drafter, draft = drafters[header["drafter"]], header.get("draft")
     try:
-        if kind == Kind.DRAFT:
-            return write_trees(drafter.draft(read_draft_request(rest)))
-        assert kind == Kind.FRESH
-        drafter.reset(**json.loads(rest.text()))
+        if draft is not None:
+            return write_trees(drafter.draft(read_draft_request(draft, arrays)))
+        drafter.reset(**header["reset"])
     except Exception as error:
         logger.exception("a drafter failed; rank 0 goes on without its guesses")
-        return write_failure(f"{type(error).__name__}: {error}") if kind == Kind.DRAFT else None
+        return None if draft is None else write_failure(f"{type(error).__name__}: {error}")
     return None
 
 
 def _answer_all(drafters: Mapping[int, HostedDrafter], channel: Channel) -> None:
     try:
         while len(message := channel.receive(0)):
-            if (reply := answer(drafters, Reader(message))) is not None:
+            if (reply := answer(drafters, message)) is not None:
                 channel.send(reply, 0)
     except Exception as error:
         if not is_broken(error):  # a lost rank is detected by whatever runs passes

@@ -1,37 +1,26 @@
-"""Messages between rank 0 and a drafter on another rank, and the trees that come back, as 32-bit integers.
+"""Messages between rank 0 and a drafter on another rank: a header as JSON, and arrays.
 
-Floats are sent as their bits, so that a tree is the same wherever it was grown. Of a distribution only the tokens and
-their probabilities are sent, once for all children of a node. The parameters of a request are sent once, as text
-(JSON).
+Bits of arrays are kept, and JSON keeps those of single numbers, so that a tree is the same wherever it was grown. The
+parameters of a request are sent once.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
-from itertools import islice
-from typing import Any
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.core.draws import Floats
-from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
+from specinfer.core.draws import DrawnFrom, Draws, Floats
+from specinfer.core.tree import TokenTree, TreeArrays, TreeBudget
 
-Numbers = npt.NDArray[np.int32]
-_CHOSEN = -1  # stands for a chosen token, in place of the number of tokens removed from a draw's distribution
-
-
-class Kind(IntEnum):
-    """The kind of a message to a rank; a message without any numbers is the last one."""
-
-    FRESH = 1  # a drafter starts from scratch
-    DRAFT = 2  # a `DraftRequest`, answered by trees or a failure
+Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestUpdate(NamedTuple):
     """The progress of a request that the drafter knows.
 
     Attributes:
@@ -42,16 +31,14 @@ class RequestUpdate:
     tokens: Sequence[int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrationState:
+class CalibrationState(NamedTuple):
     """The calibration state of the drafter's tokens, for greedy requests or for sampled ones."""
 
     is_sampled: bool
     state: Floats
 
 
-@dataclass(frozen=True, slots=True)
-class TreeRequest:
+class TreeRequest(NamedTuple):
     """A request that needs a tree.
 
     Attributes:
@@ -67,144 +54,76 @@ class TreeRequest:
     budget: TreeBudget
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
+class DraftRequest(NamedTuple):
     """The updates for one drafter, in this order, and the trees it is to grow."""
 
-    updates: list[RequestUpdate] = field(default_factory=list)
-    learned: list[CalibrationState] = field(default_factory=list)
-    tree_requests: list[TreeRequest] = field(default_factory=list)
+    updates: Sequence[RequestUpdate] = ()
+    learned: Sequence[CalibrationState] = ()
+    tree_requests: Sequence[TreeRequest] = ()
 
 
-class Writer:
-    """A message being written."""
-
-    def __init__(self, *numbers: int) -> None:
-        self._parts: list[Numbers] = []
-        self.put(*numbers)
-
-    def put(self, *numbers: int) -> None:
-        self._parts.append(np.asarray(numbers, dtype=np.int32))
-
-    def ints(self, values: Sequence[int] | npt.NDArray[Any]) -> None:
-        self.put(len(values))
-        self._parts.append(np.asarray(values, dtype=np.int32))
-
-    def long(self, value: int) -> None:
-        self._parts.append(np.asarray([value], dtype=np.int64).view(np.int32))
-
-    def floats(self, values: Sequence[float] | Floats) -> None:
-        self.put(len(values))
-        self._parts.append(np.ascontiguousarray(values, dtype=np.float64).view(np.int32))
-
-    def text(self, text: str) -> None:
-        encoded = text.encode()
-        self.put(len(encoded))
-        self._parts.append(np.frombuffer(encoded + bytes(-len(encoded) % 4), dtype=np.int32))
-
-    def message(self) -> Tensor:
-        """Return the message, [count] int32."""
-        return torch.from_numpy(np.concatenate(self._parts))
+def pack(header: object, arrays: Sequence[Array] = ()) -> Tensor:
+    """Return a message, [count] int32."""
+    text = json.dumps([header, [(array.dtype.str, array.shape) for array in arrays]]).encode()
+    parts = [len(text).to_bytes(4, "little"), text, *(array.tobytes() for array in arrays)]
+    message = b"".join(part + bytes(-len(part) % 4) for part in parts)
+    return torch.from_numpy(np.frombuffer(message, dtype=np.int32).copy())
 
 
-class Reader:
-    """A message that is read in the order in which it was written."""
+def unpack(message: Tensor) -> tuple[Any, Iterator[Array]]:
+    """Return what was passed to `pack`."""
+    content = message.numpy().tobytes()
+    size = int.from_bytes(content[:4], "little")
+    header, forms = json.loads(content[4 : 4 + size])
 
-    def __init__(self, message: Tensor) -> None:
-        self._numbers, self._start = message.numpy(), 0
+    def arrays() -> Iterator[Array]:
+        start = 4 + size + -size % 4
+        for dtype, shape in forms:
+            array = np.frombuffer(content, dtype, int(np.prod(shape)), start).reshape(shape).copy()
+            start += array.nbytes + -array.nbytes % 4
+            yield array
 
-    def _take(self, count: int) -> Numbers:
-        start, self._start = self._start, self._start + count
-        assert 0 <= start <= self._start <= len(self._numbers)
-        return self._numbers[start : self._start]
-
-    def get(self) -> int:
-        return int(self._take(1)[0])
-
-    def ints(self) -> npt.NDArray[np.int64]:
-        return self._take(self.get()).astype(np.int64)
-
-    def long(self) -> int:
-        return int(self._take(2).copy().view(np.int64)[0])
-
-    def floats(self) -> Floats:
-        return self._take(2 * self.get()).copy().view(np.float64)
-
-    def text(self) -> str:
-        count = self.get()
-        return self._take(-(-count // 4)).tobytes()[:count].decode()
+    return header, arrays()
 
 
 def write_draft_request(drafter: int, draft_request: DraftRequest) -> Tensor:
-    """Return a message, [count] int32; `read_draft_request` reads it after its kind and drafter."""
-    to = Writer(
-        Kind.DRAFT, drafter, len(draft_request.updates), len(draft_request.learned), len(draft_request.tree_requests)
+    """Return a message to this drafter, [count] int32, that is answered by trees or a failure."""
+    updates, learned, tree_requests = draft_request
+    trees = [(*one[:4], asdict(one.budget) | {"drafters": None}) for one in tree_requests]
+    header = {"drafter": drafter, "draft": [updates, [one.is_sampled for one in learned], trees]}
+    return pack(header, [one.state for one in learned])
+
+
+def read_draft_request(draft: Any, states: Iterator[Array]) -> DraftRequest:
+    """Return what was passed to `write_draft_request`, of its header and arrays."""
+    updates, learned, trees = draft
+    return DraftRequest(
+        [RequestUpdate(*one) for one in updates],
+        [CalibrationState(*one) for one in zip(learned, states, strict=True)],
+        [
+            TreeRequest(key, about, tokens, first_draw, TreeBudget(**budget | {"widths": tuple(budget["widths"])}))
+            for key, about, tokens, first_draw, budget in trees
+        ],
     )
-    for update in draft_request.updates:
-        to.put(update.key, update.tokens is None)
-        to.ints(update.tokens or ())
-    for learned in draft_request.learned:
-        to.put(learned.is_sampled)
-        to.floats(learned.state)
-    for tree_request in draft_request.tree_requests:
-        budget = tree_request.budget
-        to.put(tree_request.key, budget.max_nodes, budget.max_depth, budget.num_drafters)
-        to.long(tree_request.first_draw)
-        to.floats((budget.min_path_prob, budget.min_gain))
-        to.ints(budget.widths)
-        to.ints(tree_request.tokens)
-        to.text(tree_request.about)
-    return to.message()
-
-
-def read_draft_request(rest: Reader) -> DraftRequest:
-    num_updates, num_learned, num_trees = rest.get(), rest.get(), rest.get()
-    updates = []
-    for _ in range(num_updates):
-        key, is_over, tokens = rest.get(), rest.get(), rest.ints().tolist()
-        updates.append(RequestUpdate(key, None if is_over else tokens))
-    learned = [CalibrationState(bool(rest.get()), rest.floats()) for _ in range(num_learned)]
-    tree_requests = []
-    for _ in range(num_trees):
-        key, max_nodes, max_depth, num_drafters = rest.get(), rest.get(), rest.get(), rest.get()
-        first_draw = rest.long()
-        min_path_prob, min_gain = rest.floats().tolist()
-        widths, tokens = tuple(rest.ints().tolist()), rest.ints().tolist()
-        budget = TreeBudget(max_nodes, max_depth, widths, num_drafters, min_path_prob, min_gain)
-        tree_requests.append(TreeRequest(key, rest.text(), tokens, first_draw, budget))
-    return DraftRequest(updates, learned, tree_requests)
 
 
 def write_trees(trees: Sequence[TokenTree]) -> Tensor:
-    """Return a message with the trees of one drafter, [count] int32."""
-    to = Writer(True, len(trees))
+    """Return a message with the trees of one drafter, [count] int32; what trees have in common is sent once."""
+    pools = {id(pool): pool for tree in trees for pool in tree.arrays.draws.pools if isinstance(pool, DrawnFrom)}
+    places, used, arrays = {key: i for i, key in enumerate(pools)}, [], list[Array]()
+    for pool in pools.values():
+        arrays += pool.token_ids, pool.probs, pool.places
     for tree in trees:
-        to.ints(tree.tokens)
-        to.ints(tree.parents)
-        to.ints([draw.node for draw in tree.draws])
-        to.floats([draw.confidence for draw in tree.draws])
-        _write_distributions(to, tree)
-    return to.message()
-
-
-def _write_distributions(to: Writer, tree: TokenTree) -> None:
-    """Write distributions; siblings were drawn from one distribution, without the tokens drawn before."""
-    distributions = {tree.parents[draw.node]: draw.distribution for draw in tree.draws if draw.distribution is not None}
-    to.ints(list(distributions))
-    for distribution in distributions.values():
-        to.ints(distribution.token_ids)
-        to.floats(distribution.probs)
-    if distributions:
-        removed = [None if draw.distribution is None else draw.distribution.removed for draw in tree.draws]
-        to.ints([_CHOSEN if places is None else len(places) for places in removed])
-        to.ints([place for places in removed for place in places or ()])
+        tokens, parents, depths, draws = tree.arrays
+        used.append(None if draws.numbers is None else [places.get(id(pool)) for pool in draws.pools])
+        arrays += tokens, parents, depths, draws.nodes, draws.confidence
+        arrays += () if draws.numbers is None else (draws.numbers,)
+    return pack({"replaced": [pool.is_replaced for pool in pools.values()], "pools": used}, arrays)
 
 
 def write_failure(why: str) -> Tensor:
     """Return a message that there are no trees, [count] int32."""
-    to = Writer(False)
-    to.text(why)
-    return to.message()
+    return pack({"failure": why})
 
 
 def read_trees(message: Tensor, drafter: str) -> list[TokenTree]:
@@ -213,23 +132,16 @@ def read_trees(message: Tensor, drafter: str) -> list[TokenTree]:
     Raises:
         RuntimeError: The message is from `write_failure`.
     """
-    rest = Reader(message)
-    if not rest.get():
-        raise RuntimeError(rest.text())
-    return [_read_tree(rest, drafter) for _ in range(rest.get())]
-
-
-def _read_tree(rest: Reader, drafter: str) -> TokenTree:
-    tokens, parents = tuple(rest.ints().tolist()), tuple(rest.ints().tolist())
-    nodes, confidence = rest.ints().tolist(), rest.floats().tolist()
-    distributions = {node: (rest.ints(), rest.floats()) for node in rest.ints().tolist()}
-    drawn: list[Distribution | None] = [None] * len(nodes)
-    if distributions:
-        counts, removed = rest.ints().tolist(), iter(rest.ints().tolist())
-        for i, count in enumerate(counts):
-            if count != _CHOSEN:
-                drawn[i] = Distribution(*distributions[parents[nodes[i]]], tuple(islice(removed, count)))
-    draws = zip(nodes, drawn, confidence, strict=True)
-    return TokenTree(
-        tokens, parents, tuple([Draw(node, drafter, distribution, sure) for node, distribution, sure in draws])
-    )
+    header, arrays = unpack(message)
+    if "failure" in header:
+        raise RuntimeError(header["failure"])
+    pools = [DrawnFrom(next(arrays), next(arrays), next(arrays), replaced) for replaced in header["replaced"]]
+    trees = []
+    for used in header["pools"]:
+        tokens, parents, depths, nodes, confidence = (next(arrays) for _ in range(5))
+        draws = Draws(nodes, np.zeros_like(nodes), confidence, (drafter,))
+        if used is not None:
+            of = tuple(() if place is None else pools[place] for place in used)
+            draws = draws._replace(numbers=next(arrays), pools=of)
+        trees.append(TokenTree.from_arrays(TreeArrays(tokens, parents, depths, draws)))
+    return trees
