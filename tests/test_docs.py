@@ -113,6 +113,11 @@ def test_a_page_about_the_code_names_classes_and_methods_that_exist(name: str, s
         assert re.search(rf"^    (?:async )?(?:def )?{member}\b", sources, re.MULTILINE), f"{kind}.{member}"
 
 
+def test_a_recipe_names_tables_that_exist(sources: str) -> None:
+    for table in re.findall(r"`(_?[A-Z][A-Z_]+)`", (ROOT / "CONTRIBUTING.md").read_text()):
+        assert re.search(rf"^{table}\b.* = ", sources, re.MULTILINE), table
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_a_page_names_benchmarks_that_exist(page: Path) -> None:
     for name in re.findall(r"-m benchmarks\.([a-z][\w.]*)", page.read_text()):
