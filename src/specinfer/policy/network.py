@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import LOOKUPS
+from specinfer.core.tree import TreeBudget
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.policy.features import feature_names
 
@@ -46,6 +47,11 @@ class Configuration:
     @property
     def uses_model(self) -> bool:
         return any(slot not in LOOKUPS for slot in self.slots)
+
+    def budget(self, names: Mapping[str, str]) -> TreeBudget:
+        """Return the budget of such a tree, given the names of the drafters by slot."""
+        drafters = frozenset(names[slot] for slot in self.slots) if self.slots else None
+        return TreeBudget(self.max_nodes, self.max_depth, min_path_prob=self.min_path_prob, drafters=drafters)
 
     def __str__(self) -> str:
         return f"{'+'.join(self.slots)} {self.max_nodes}:{self.max_depth}" if self.slots else "off"

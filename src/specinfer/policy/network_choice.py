@@ -23,7 +23,7 @@ from specinfer.policy.batch_optimizer import choose_configurations, rates_alone
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
 from specinfer.policy.features import FeatureTracker, find_slots
-from specinfer.policy.network import SMALL_NODES, Configuration, ExpectedYield, PolicyNetwork, token_weight
+from specinfer.policy.network import SMALL_NODES, ExpectedYield, PolicyNetwork, token_weight
 from specinfer.verify import Acceptance
 
 logger = logging.getLogger(__name__)
@@ -92,9 +92,7 @@ class NetworkChoice:
         self._fits = tuple(slots) == network.slots
         self._tracker = FeatureTracker(drafter)
         names = {slot: part.name for slot, part in slots.items()}
-        self._budgets = [
-            _budget_of(configuration, names) if self._fits else OFF for configuration in network.configurations
-        ]
+        self._budgets = [configuration.budget(names) if self._fits else OFF for configuration in network.configurations]
         self._uses_model = np.asarray([configuration.uses_model for configuration in network.configurations])
         self._probe = min(
             (i for i, configuration in enumerate(network.configurations) if configuration.uses_model),
@@ -264,12 +262,3 @@ def load_policy_network(path: str, drafter: Drafter | None) -> PolicyNetwork:
             "specinfer tune --policy"
         )
     return network
-
-
-def _budget_of(one: Configuration, names: dict[str, str]) -> TreeBudget:
-    return TreeBudget(
-        max_nodes=one.max_nodes,
-        max_depth=one.max_depth,
-        min_path_prob=one.min_path_prob,
-        drafters=frozenset(names[slot] for slot in one.slots) if one.slots else None,
-    )

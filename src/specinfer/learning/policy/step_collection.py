@@ -15,7 +15,7 @@ from specinfer.core.noise import derive_seed
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
-from specinfer.core.tree import OFF, TokenTree, TreeBudget
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.llm import LLM
 from specinfer.policy.features import find_slots
 from specinfer.policy.network import Configuration, make_configurations
@@ -102,20 +102,10 @@ def collect_steps(
     """
     assert llm.drafter is not None
     slots = find_slots(llm.drafter)
-    menu = [
-        TreeBudget(
-            configuration.max_nodes,
-            configuration.max_depth,
-            min_path_prob=configuration.min_path_prob,
-            drafters=frozenset(slots[slot].name for slot in configuration.slots),
-        )
-        if configuration.slots
-        else OFF
-        for configuration in make_configurations(tuple(slots))
-    ]
-    budget = TreeBudget(large.max_nodes, large.max_depth, min_path_prob=large.min_path_prob)
+    names = {slot: drafter.name for slot, drafter in slots.items()}
+    menu = [configuration.budget(names) for configuration in make_configurations(tuple(slots))]
     entries: list[StepEntry] = []
-    policy = LoggedPolicy(_AlternatingPolicy(budget, menu, seed), llm.drafter, entries.append)
+    policy = LoggedPolicy(_AlternatingPolicy(large.budget(names), menu, seed), llm.drafter, entries.append)
     before, llm.engine.policy = llm.engine.policy, policy
     try:
         for i, task in enumerate(tasks):

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.template import ChatTemplate
@@ -74,75 +74,80 @@ def read_prompts(
     documents = [document for path in paths for document in reader.documents(Path(path))]
     if held_out_paths:
         held_out = [document for path in held_out_paths for document in reader.documents(Path(path))]
-        kept_apart = {tuple(ids) for _, ids in held_out}
-        training = [document for document in documents if tuple(document[1]) not in kept_apart]
+        excluded = {tuple(document.ids) for document in held_out}
+        training = [document for document in documents if tuple(document.ids) not in excluded]
     else:
         training, held_out = _split(documents, length)
-    names = ", ".join(str(path) for path in paths)
     tested = _take(held_out, num_held_out, length)
     known = set(tested)
     # Different texts may begin alike, for example with a license.
     prompts = [ids for ids in _take(training, count, length) if ids not in known]
     if len(prompts) + len(tested) < LEAST_PROMPTS or not prompts or not tested:
         raise CorpusError(
-            f"data: {names} give {len(prompts) + len(tested)} prompts, and {LEAST_PROMPTS} are needed at least "
-            f"({length} tokens each are cut from plain text); give more text"
+            f"data: {', '.join(map(str, paths))} give {len(prompts) + len(tested)} prompts, and {LEAST_PROMPTS} are "
+            f"needed at least ({length} tokens each are cut from plain text); give more text"
         )
-    texts = _take([document for document in training if not document[0]], num_texts, text_length) if num_texts else []
-    texts = [ids for ids in texts if ids[:length] not in known]
+    plain = [document for document in training if not document.is_prompt]
+    texts = [ids for ids in _take(plain, num_texts, text_length) if ids[:length] not in known] if num_texts else []
     return Prompts(tuple(prompts), tuple(tested), tuple(texts), reader.num_cut)
 
 
-def _split(
-    documents: Sequence[tuple[bool, list[int]]], length: int
-) -> tuple[list[tuple[bool, list[int]]], list[tuple[bool, list[int]]]]:
+class _Document(NamedTuple):
+    ids: list[int]
+    is_prompt: bool  # a whole prompt, not a text to be cut
+
+
+def _split(documents: Sequence[_Document], length: int) -> tuple[list[_Document], list[_Document]]:
     """Hold out a tenth of the documents by their content, so that a copy is never on both sides."""
-    training: list[tuple[bool, list[int]]] = []
-    held_out: list[tuple[bool, list[int]]] = []
-    for is_prompt, ids in documents:
-        digest = hashlib.sha256(repr(ids).encode()).digest()
-        is_held_out = int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
-        (held_out if is_held_out else training).append((is_prompt, ids))
-    if held_out and training:
-        return training, held_out
-    # Few documents: the shortest is held out.
-    shortest = min((ids for _, ids in documents), key=len, default=[])
-    of_few = [[document for document in documents if (document[1] == shortest) == is_it] for is_it in (False, True)]
-    if all(of_few):
-        return of_few[0], of_few[1]
-    for is_prompt, ids in documents[:1]:  # one long text, or copies of it: its end is held out
+
+    def is_held_out(document: _Document) -> bool:
+        digest = hashlib.sha256(repr(document.ids).encode()).digest()
+        return int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
+
+    # Of few documents the shortest is held out.
+    shortest = min((document.ids for document in documents), key=len, default=[])
+    for chooses in (is_held_out, lambda document: document.ids == shortest):
+        training = [document for document in documents if not chooses(document)]
+        held_out = [document for document in documents if chooses(document)]
+        if held_out and training:
+            return training, held_out
+    for ids, is_prompt in documents[:1]:  # one long text, or copies of it: its end is held out
         if not is_prompt and len(ids) >= 2 * length:
             place = max(len(ids) - max(len(ids) // _HELD_OUT_ONE_IN, length), length)
-            return [(False, ids[:place])], [(False, ids[place:])]
+            return [_Document(ids[:place], is_prompt)], [_Document(ids[place:], is_prompt)]
     return list(documents), []
 
 
-def _take(documents: Sequence[tuple[bool, list[int]]], count: int, length: int) -> list[tuple[int, ...]]:
-    whole = [tuple(ids) for is_prompt, ids in documents if is_prompt]
-    texts = [ids for is_prompt, ids in documents if not is_prompt]
+def _take(documents: Sequence[_Document], count: int, length: int) -> list[tuple[int, ...]]:
+    """Return this many prompts, evenly spread over the documents: whole ones first, and then cuts from texts."""
+    whole = [tuple(document.ids) for document in documents if document.is_prompt]
+    texts = [document.ids for document in documents if not document.is_prompt]
     total = sum(map(len, texts))
-    wanted = max(count - len(whole), 0)
-    cut = []
+    num_cut = max(count - len(whole), 0)
+    cuts = []
     for ids in texts:
         # Each text contributes in proportion; where the text is long enough, cuts are at least a prompt's length apart.
-        share = min(max(round(wanted * len(ids) / total), 1), max(len(ids) // length, 1))
+        share = min(max(round(num_cut * len(ids) / total), 1), max(len(ids) // length, 1))
         step = max(len(ids) - length, 0) / share
-        cut += [tuple(ids[round(i * step) : round(i * step) + length]) for i in range(share)]
-    step = max(len(whole) / count, 1.0)
-    apart = max(len(cut) / wanted, 1.0) if wanted else 1.0
-    cut = [cut[int(i * apart)] for i in range(min(len(cut), wanted))]
-    return [whole[int(i * step)] for i in range(min(len(whole), count))] + cut
+        cuts += [tuple(ids[round(i * step) : round(i * step) + length]) for i in range(share)]
+    return _spread(whole, count) + _spread(cuts, num_cut)
+
+
+def _spread(prompts: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
+    """Return at most this many prompts, evenly spread."""
+    step = max(len(prompts) / max(count, 1), 1.0)
+    return [prompts[int(i * step)] for i in range(min(len(prompts), count))]
 
 
 class _Reader:
-    """A reader of documents: their token ids, and whether each is a whole prompt or a text to be cut."""
+    """A reader of documents."""
 
     def __init__(self, tokenizer: Any, most: int, vocab_size: int) -> None:
         self._tokenizer, self._most, self._vocab_size = tokenizer, most, vocab_size
         self._chat = ChatTemplate(tokenizer, most)
         self.num_cut = 0
 
-    def documents(self, path: Path) -> Iterator[tuple[bool, list[int]]]:
+    def documents(self, path: Path) -> Iterator[_Document]:
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
             if not files:
@@ -163,9 +168,9 @@ class _Reader:
         if path.suffix in _JSON_LINES:
             for number, line in enumerate(text.split("\n"), start=1):  # strings may contain other line separators
                 if line.strip() and (ids := self._line(line, f"{path}, line {number}")):
-                    yield True, self._end(ids)
+                    yield _Document(self._end(ids), is_prompt=True)
         elif len(ids := self._encode(text, str(path)) if text.strip() else []) >= 2:  # one token to predict
-            yield False, ids
+            yield _Document(ids, is_prompt=False)
 
     def _end(self, ids: list[int]) -> list[int]:
         self.num_cut += len(ids) > self._most
