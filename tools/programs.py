@@ -22,15 +22,23 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from layer_programs import layer_cases, recurrence_cases
-from specinfer.ops.chance_table import ChanceTable
 from specinfer.ops.cpu.choice import SUPPORT
 from specinfer.ops.kv_types import FLOAT8
-from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
-from specinfer.ops.plain_drawn import DrawnRows, Draws
-from specinfer.ops.plain_guesses import Guesses
-from specinfer.ops.plain_logits import MAX_ENDS, Adjustments, Paths, Truncation
-from specinfer.ops.plain_multi_step import MOST_TOKENS, WalkInputs
+from specinfer.ops.logits import MAX_ENDS, Adjustments, Paths, Truncation
 from specinfer.ops.tree_layout import TreeLayout, num_words
+from specinfer.ops.trees import (
+    MOST_TOKENS,
+    Candidates,
+    ChanceTable,
+    DeviceDraws,
+    DeviceTrees,
+    DrawnRows,
+    Frontier,
+    Guesses,
+    Limits,
+    Sampling,
+    WalkInputs,
+)
 from specinfer.ops.triton.adjustment import adjust_logits, mask_logits
 from specinfer.ops.triton.attention import attend
 from specinfer.ops.triton.blocks import Device, choose_blocks
@@ -210,7 +218,10 @@ def draft_cases() -> Iterator[Case]:
         of_nodes = (_empty(requests * nodes, SUPPORT, dtype=_FULL), long(requests * nodes, SUPPORT))
         noise = (long(requests), long(requests), _empty(requests, dtype=_FULL))
         drawn = DrawnRows(_empty(requests, dtype=torch.bool), *noise)
-        whole, draws = candidates(width * nodes), Draws.empty(requests, width * nodes, SUPPORT, torch.device("meta"))
+        whole, draws = (
+            candidates(width * nodes),
+            DeviceDraws.empty(requests, width * nodes, SUPPORT, torch.device("meta")),
+        )
         least = _empty(requests * nodes, dtype=_FULL)
         given = (*of_nodes, least, drawn, frontier(nodes), 0, width, table, limits, whole, draws)
         yield f"drawn {nodes} x {width}", partial(draw_candidates, *given)
@@ -223,7 +234,7 @@ def draft_cases() -> Iterator[Case]:
         whole = candidates(16 * nodes)
         ints = [_empty(requests, nodes + 1) for _ in range(3)]
         rest = (_empty(requests), _empty(requests, nodes + 1, dtype=_FULL), ints[2], _empty(requests, levels))
-        out = Grown(ints[0], ints[1], *rest)
+        out = DeviceTrees(ints[0], ints[1], *rest)
         roots, has_two = long(requests), _empty(requests, dtype=torch.bool)
         guesses = Guesses(_empty(requests, nodes), _empty(requests, nodes), _empty(requests, nodes, dtype=_FULL))
         yield f"guesses {nodes}", partial(merge_guesses, guesses, whole, 15 * nodes)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from reference import trees as reference_trees
+from reference import walks as reference_walks
 from specinfer.core.tree import TokenTree
-from specinfer.ops import plain_multi_step, plain_traversal, plain_tree, tree_ops
-from specinfer.ops.chance_table import ChanceTable
-from specinfer.ops.plain_draft import Candidates, Frontier, Limits
-from specinfer.ops.plain_drawn import DrawnRows, Draws
+from specinfer.ops import tree_ops
 from specinfer.ops.tree_layout import TreeLayout
+from specinfer.ops.trees import Candidates, ChanceTable, DeviceDraws, DrawnRows, Frontier, Limits, WalkInputs
 from tree_cases import AttentionCase, Part, bushy, wide
 
 pytestmark = [
@@ -56,7 +56,7 @@ def _parts(name: str) -> list[Part]:
 @pytest.mark.parametrize("name", ["decoding", "tree", "large tree", "long"])
 def test_attention(name: str, dim: int, dtype: torch.dtype) -> None:
     case = moved(AttentionCase(_parts(name), heads=16, kv_heads=4, dims=(dim, dim), dtype=dtype))
-    out, wanted = case.run(tree_ops.attend), case.run(plain_tree.attend)
+    out, wanted = case.run(tree_ops.attend), case.run(reference_trees.attend)
     torch.testing.assert_close(out, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -65,7 +65,7 @@ def test_attention(name: str, dim: int, dtype: torch.dtype) -> None:
 def test_features(parts: str, name: str) -> None:
     case = moved(AttentionCase(_parts(parts), heads=16, kv_heads=4, dims=(128, 128), dtype=torch.bfloat16))
     features = {key: there(value) for key, value in FEATURES[name].items()}
-    out, wanted = case.run(tree_ops.attend, **features), case.run(plain_tree.attend, **features)
+    out, wanted = case.run(tree_ops.attend, **features), case.run(reference_trees.attend, **features)
     torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
 
 
@@ -75,7 +75,10 @@ def test_prompts(window: int | None) -> None:
     case.layout = case.as_chain()
     case = moved(case)
     torch.testing.assert_close(
-        case.run(tree_ops.attend, window=window), case.run(plain_tree.attend, window=window), rtol=1e-5, atol=1e-5
+        case.run(tree_ops.attend, window=window),
+        case.run(reference_trees.attend, window=window),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -104,7 +107,7 @@ def test_a_captured_launch_reads_what_its_tensors_hold_when_it_is_replayed() -> 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         first.run(tree_ops.attend, out=out)
-    wanted = second.run(plain_tree.attend)
+    wanted = second.run(reference_trees.attend)
     _overwrite(first, second.layout, second.query, second.keys, second.values)
     graph.replay()
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
@@ -126,7 +129,7 @@ def test_chosen_tokens_are_those_of_the_cpu(vocab: int, dtype: torch.dtype) -> N
     logits = (4 * torch.randn((rows, vocab), generator=torch.Generator().manual_seed(vocab))).to(dtype)
     seeds, positions = torch.arange(rows) * 2**50, torch.arange(rows) + 3
     temperatures = torch.tensor([0.0, 1.0, 0.7, 2.0]).repeat(rows // 4)
-    wanted = plain_tree.choose(logits, seeds, positions, temperatures)
+    wanted = reference_trees.choose(logits, seeds, positions, temperatures)
     found = tree_ops.choose(logits.cuda(), seeds.cuda(), positions.cuda(), temperatures.cuda())
     assert found.tolist() == wanted.tolist()
 
@@ -139,13 +142,13 @@ def test_walk_and_commit() -> None:
     said = torch.randint(3, (8 * 64,), generator=generator)
     starts, sizes = torch.arange(8).int() * 64, torch.tensor([64, 0, 10, 64, 1, 64, 30, 64]).int()
     arguments = (said, starts, tokens, parents, sizes)
-    wanted = plain_tree.walk(*arguments, max_depth=9)
+    wanted = reference_trees.walk(*arguments, max_depth=9)
     found = tree_ops.walk(*map(there, arguments), max_depth=9)
     for a, b in zip(found, wanted, strict=True):
         assert a.tolist() == b.tolist()
     tables = torch.zeros((8, 40), dtype=torch.int32), torch.arange(8).int(), torch.arange(8 * 64).int().view(8, 64)
     moved_tables = [table.cuda() for table in tables]
-    plain_tree.commit(*tables, *wanted[:2])
+    reference_trees.commit(*tables, *wanted[:2])
     tree_ops.commit(*moved_tables, *found[:2])
     assert [table.tolist() for table in moved_tables] == [table.tolist() for table in tables]
 
@@ -170,11 +173,11 @@ def test_walks_with_random_numbers(name: str) -> None:
         probs / probs.sum(dim=-1, keepdim=True), torch.arange(requests) * 2**40,
     )  # fmt: skip
     others = tuple(there(argument.clone()) for argument in arguments)
-    plain = plain_traversal.walk_traversal if name == "walk_traversal" else plain_multi_step.walk_multi_step
+    plain = reference_walks.walk_traversal if name == "walk_traversal" else reference_walks.walk_multi_step
     wanted = [torch.zeros((requests, 3)).int(), torch.zeros(requests).int(), torch.zeros(requests).long()]
     found = [there(tensor) for tensor in wanted]
-    plain(plain_multi_step.WalkInputs(*arguments), out=wanted)
-    getattr(tree_ops, name)(plain_multi_step.WalkInputs(*others), out=found)
+    plain(WalkInputs(*arguments), out=wanted)
+    getattr(tree_ops, name)(WalkInputs(*others), out=found)
     for a, b in zip(found, wanted, strict=True):
         assert a.tolist() == b.tolist()
     assert others[-1].tolist() == arguments[-1].tolist(), "as many coins were tossed"
@@ -203,7 +206,7 @@ def test_drawn_candidates(width: int, is_fixed: bool) -> None:
     found = []
     for device in ("cpu", "cuda"):
         candidates = Candidates.empty(requests, first + nodes * width, torch.device(device))
-        draws = Draws.empty(requests, first + nodes * width, support, torch.device(device))
+        draws = DeviceDraws.empty(requests, first + nodes * width, support, torch.device(device))
         for tensor in (candidates.tokens, candidates.confidence, candidates.path_prob):
             tensor.zero_()
         tensors = [tensor.to(device) for tensor in (values * 0.8, ids, least)]

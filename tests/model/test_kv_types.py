@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import reference
 from interpreter import interpreted
 from native import ISAS, each_isa
+from reference import trees as reference_trees
 from specinfer.core.tree import TokenTree
 from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_tensors import KVTensors, LayerShape, bytes_per_slot
-from specinfer.ops import AttentionCall, plain_layer, plain_tree
+from specinfer.ops import AttentionCall, plain_layer
 from specinfer.ops.kv_types import FLOAT8, KVScales, to_stored
 from specinfer.ops.triton import attention, rotary, store
 from specinfer.ops.triton.blocks import Blocks
@@ -97,7 +98,7 @@ def test_the_kernel_stores_the_same(dtype: torch.dtype, kind: torch.dtype) -> No
     slots = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     found, wanted = ([torch.zeros(len(x), 64, 8, dtype=dtype) for _ in range(2)] for _ in range(2))
     store.store(*found, slots, x, -x, SCALES)
-    plain_tree.store(*wanted, slots, x, -x, SCALES)
+    reference_trees.store(*wanted, slots, x, -x, SCALES)
     assert all(equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert equal(wanted[0][slots], rounded(x.float() * torch.tensor(1 / SCALES.key), dtype))
 
@@ -176,7 +177,7 @@ def test_attention_is_that_over_the_widened_numbers(dtype: torch.dtype, name: st
         case = AttentionCase(parts, heads=4, kv_heads=2, seed=splits)
         stored(case, dtype)
         wanted = expected(case, **FEATURES[name])
-        check(run(case, plain_tree.attend, **FEATURES[name]), wanted)
+        check(run(case, reference_trees.attend, **FEATURES[name]), wanted)
         check(run(case, attention.attend, **FEATURES[name], blocks=Blocks(16, 16, splits, 4)), wanted)
 
 
@@ -194,7 +195,7 @@ def test_queries_in_half_precision(dtype: torch.dtype, dims: tuple[int, int], ki
 
 @interpreted
 @pytest.mark.filterwarnings("ignore:All-NaN slice|invalid value:RuntimeWarning")
-@pytest.mark.parametrize("attend", [attention.attend, plain_tree.attend])
+@pytest.mark.parametrize("attend", [attention.attend, reference_trees.attend])
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_no_number_is_taken_for_one(dtype: torch.dtype, attend: Callable[..., Tensor]) -> None:
     case = AttentionCase([Part(9, 1, ROOT), Part(3, 1, wide(2))])

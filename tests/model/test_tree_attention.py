@@ -18,8 +18,9 @@ from torch import Tensor
 
 import reference
 from interpreter import interpreted
+from reference import trees as reference_trees
 from specinfer.core.tree import TokenTree
-from specinfer.ops import plain_tree, tree_ops
+from specinfer.ops import tree_ops
 from specinfer.ops.tree_layout import TreeLayout, num_words, pack_bits, unpack_bits
 from specinfer.ops.triton.attention import attend
 from specinfer.ops.triton.blocks import Blocks, Device, choose_blocks, device_of
@@ -78,19 +79,19 @@ def test_bits(rows: list[list[bool]], nodes: int) -> None:
 @given(parts=parts_of(), seed=st.integers(0, 99))
 def test_the_twin_equals_attention_over_the_path(name: str, parts: list[Part], seed: int) -> None:
     case = AttentionCase(parts, dims=(6, 5), seed=seed)
-    check(case.run(plain_tree.attend, **FEATURES[name]), case.expected(**FEATURES[name]))
+    check(case.run(reference_trees.attend, **FEATURES[name]), case.expected(**FEATURES[name]))
 
 
 def test_the_twin_of_a_chain_reads_no_bits() -> None:
     case = AttentionCase([Part(5, 7, ROOT, 3), Part(0, 4, ROOT)])
     wanted = case.expected(window=4)
     case.layout = case.as_chain()
-    check(case.run(plain_tree.attend, window=4), wanted)
+    check(case.run(reference_trees.attend, window=4), wanted)
 
 
 def test_where_to_write_is_written_to() -> None:
     case = AttentionCase([Part(3, 1, wide(2))])
-    for run in (plain_tree.attend, attend, tree_ops.attend):
+    for run in (reference_trees.attend, attend, tree_ops.attend):
         out = torch.full((case.layout.num_tokens, 4, 16), torch.nan)
         assert case.run(run, out=out) is out
         check(out, case.expected())
@@ -105,7 +106,7 @@ def test_where_to_write_is_written_to() -> None:
 def test_the_kernel_equals_the_twin(name: str, parts: list[Part], seed: int, splits: int) -> None:
     case = AttentionCase(parts, seed=seed, heads=4, kv_heads=2)
     out = case.run(attend, **FEATURES[name], blocks=Blocks(16, 16, splits, 4))
-    check(out, case.run(plain_tree.attend, **FEATURES[name]))
+    check(out, case.run(reference_trees.attend, **FEATURES[name]))
     check(out, case.expected(**FEATURES[name]))
 
 
@@ -123,7 +124,7 @@ def test_the_kernel_equals_the_twin(name: str, parts: list[Part], seed: int, spl
 )
 def test_shapes_of_trees(parts: list[Part], heads: int, kv_heads: int) -> None:
     case = AttentionCase(parts, heads=heads, kv_heads=kv_heads)
-    check(case.run(attend), case.run(plain_tree.attend))
+    check(case.run(attend), case.run(reference_trees.attend))
 
 
 @pytest.mark.covering(1)
@@ -132,7 +133,7 @@ def test_shapes_of_trees(parts: list[Part], heads: int, kv_heads: int) -> None:
 def test_prompts_go_through_the_same_kernel(window: int | None, splits: int) -> None:
     """Chunks of prompts, with what was computed before as prefix or as nodes; bits are not read."""
     case = AttentionCase([Part(37, 45, ROOT), Part(0, 30, ROOT, 20)], heads=2, kv_heads=1)
-    wanted = case.run(plain_tree.attend, window=window)
+    wanted = case.run(reference_trees.attend, window=window)
     case.layout = case.as_chain()
     check(case.run(attend, window=window, blocks=Blocks(32, 16, splits, 4)), wanted)
 
@@ -143,7 +144,7 @@ def test_head_dims_and_types(dims: tuple[int, int], dtype: torch.dtype) -> None:
     case = AttentionCase([Part(18, 1, wide(3))], heads=2, kv_heads=1, dims=dims, dtype=dtype)
     out = case.run(attend)
     assert out.dtype == dtype
-    check(out, case.run(plain_tree.attend), 1e-5 if dtype == torch.float32 else 2e-2)
+    check(out, case.run(reference_trees.attend), 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.covering(1)
@@ -154,13 +155,13 @@ def test_long_prefixes_are_split(name: str, splits: int, monkeypatch: pytest.Mon
     case = AttentionCase([Part(330, 1, wide(2)), Part(2, 1, ROOT)], heads=4, kv_heads=2)
     monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), torch.nan, **options))
     out = case.run(attend, **FEATURES[name], blocks=Blocks(16, 32, splits, 4))
-    check(out, case.run(plain_tree.attend, **FEATURES[name]))
+    check(out, case.run(reference_trees.attend, **FEATURES[name]))
 
 
 def test_queries_may_lie_as_transformers_has_them() -> None:
     """[heads, tokens, dim] turned round, and a part of a wider row."""
     case = AttentionCase([Part(4, 1, wide(2))])
-    wanted = case.run(plain_tree.attend)
+    wanted = case.run(reference_trees.attend)
     case.query = case.query.transpose(0, 1).contiguous().transpose(0, 1)
     check(case.run(attend), wanted)
     case.query = torch.cat([case.query, case.query], dim=2)[..., :16]
@@ -245,7 +246,7 @@ def test_long_contexts_are_split_for_few_requests_only() -> None:
 # -------------------------------------------------------------------------------------------- store
 
 
-@pytest.mark.parametrize("run", [store, plain_tree.store, tree_ops.store])
+@pytest.mark.parametrize("run", [store, reference_trees.store, tree_ops.store])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_store(run: Callable[..., None], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)

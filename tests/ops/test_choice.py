@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from native import ISAS, each_isa
+from reference.trees import choose
 from specinfer.core.noise import _keys, gumbel, noise_key
 from specinfer.ops.cpu.choice import by_keys, choose_token, most_probable, most_probable_in_order, noise_for
-from specinfer.ops.plain_tree import NAN, NO_VALID_TOKEN, choose
+from specinfer.ops.trees import NAN, NO_VALID_TOKEN
 
 
 def _plain(scores: Tensor, noise: tuple[int, int] | None, least: float = -torch.inf) -> int:

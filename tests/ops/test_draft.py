@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from interpreter import interpreted
+from reference import draft as reference_draft
 from specinfer.core.tree import TokenTree
-from specinfer.ops import plain_draft, plain_guesses, tree_ops
-from specinfer.ops.chance_table import ChanceTable
-from specinfer.ops.plain_draft import Candidates, Frontier, Limits, Sampling
-from specinfer.ops.plain_guesses import Guesses
+from specinfer.ops import tree_ops
 from specinfer.ops.tree_layout import pack_bits, unpack_bits
+from specinfer.ops.trees import Candidates, ChanceTable, DeviceTrees, Frontier, Guesses, Limits, Sampling
 from specinfer.ops.triton import candidates as of_levels
 from specinfer.ops.triton import draft
 from tiny import trees
@@ -68,7 +67,7 @@ def test_candidates_are_those_of_the_plain_version(
     )
     accepted = torch.rand(requests * nodes, generator=_random(3)) if is_predicted else None
     found = []
-    for run in (plain_draft.add_candidates, of_levels.add_candidates, tree_ops.add_candidates):
+    for run in (reference_draft.add_candidates, of_levels.add_candidates, tree_ops.add_candidates):
         found.append(Candidates.empty(requests, 20 + nodes * width, CPU))
         for room in _parts(found[-1]):
             room.fill_(77)
@@ -94,7 +93,7 @@ def test_infinite_logits_have_no_confidence() -> None:
     """As in a softmax: half precision overflows before a NaN appears."""
     logits = torch.tensor([[0.0, torch.inf, 1.0, -torch.inf]])
     found = []
-    for run in (plain_draft.add_candidates, of_levels.add_candidates):
+    for run in (reference_draft.add_candidates, of_levels.add_candidates):
         found.append(Candidates.empty(1, 3, CPU))
         sampling = Sampling(torch.tensor([1]), torch.tensor([0.0]), torch.tensor([0]))
         limits = Limits(torch.tensor([3]), torch.tensor([8]), torch.tensor([0.0]), torch.tensor([[0, 0]]))
@@ -120,7 +119,7 @@ def test_the_next_frontier_is_that_of_the_plain_version(
     everything.path_prob.copy_(torch.where(steps == 5, -1.0, steps / 4))
     everything.path_prob[1] = -1.0
     found: list[list[Tensor]] = []
-    for run in (plain_draft.next_frontier, draft.next_frontier, tree_ops.next_frontier):
+    for run in (reference_draft.next_frontier, draft.next_frontier, tree_ops.next_frontier):
         everything.columns.fill_(-1)
         out = _frontier(requests, width, level, 5, words)
         level_probs = torch.zeros((requests, 4))
@@ -150,7 +149,7 @@ def test_the_next_frontier_is_that_of_the_plain_version(
         assert (path_prob[request, len(chosen) :] == -1).all()
 
 
-@pytest.mark.parametrize("run", [plain_guesses.merge_guesses, draft.merge_guesses, tree_ops.merge_guesses])
+@pytest.mark.parametrize("run", [reference_draft.merge_guesses, draft.merge_guesses, tree_ops.merge_guesses])
 def test_guesses_are_merged_by_the_tokens_of_their_paths(run: Any) -> None:
     """Some are candidates already, whose path probability they may raise, some follow those, and some are new."""
     everything = Candidates.empty(2, 8, CPU)
@@ -198,9 +197,9 @@ def test_the_best_tree_is_that_of_the_plain_version(num_nodes: int) -> None:
     roots = torch.arange(requests) + 500
     root_columns = torch.tensor([0, 6, 2, 1, 0], dtype=torch.int32) if num_nodes > 7 else roots % 2 == 0
     found: list[list[Tensor]] = []
-    for run in (plain_draft.best_tree, draft.best_tree, tree_ops.best_tree):
+    for run in (reference_draft.best_tree, draft.best_tree, tree_ops.best_tree):
         ints = torch.full((3, requests, 1 + num_nodes), -9, dtype=torch.int32)
-        out = plain_draft.Grown(ints[0], ints[1], ints[2, :, 0].clone(), ints[0].float(), ints[2], torch.zeros(5, 1))
+        out = DeviceTrees(ints[0], ints[1], ints[2, :, 0].clone(), ints[0].float(), ints[2], torch.zeros(5, 1))
         run(everything.path_prob, everything, roots, root_columns, limits, out)
         found.append([out.tokens, out.parents, out.sizes, out.confidence, out.columns])
     for other in found[1:]:
@@ -212,7 +211,7 @@ def test_the_best_tree_is_that_of_the_plain_version(num_nodes: int) -> None:
     assert found[0][0][:, 0].tolist() == roots.tolist()
 
 
-@pytest.mark.parametrize("run", [plain_draft.mark_ancestors, draft.mark_ancestors, tree_ops.mark_ancestors])
+@pytest.mark.parametrize("run", [reference_draft.mark_ancestors, draft.mark_ancestors, tree_ops.mark_ancestors])
 def test_nodes_see_their_ancestors_and_themselves(run: Any) -> None:
     @given(st.lists(trees(max_nodes=40), min_size=1, max_size=3), st.integers(0, 4))
     @settings(max_examples=10)
@@ -233,7 +232,7 @@ def test_nodes_see_their_ancestors_and_themselves(run: Any) -> None:
     check()
 
 
-@pytest.mark.parametrize("run", [plain_draft.keep_drafted, draft.keep_drafted, tree_ops.keep_drafted])
+@pytest.mark.parametrize("run", [reference_draft.keep_drafted, draft.keep_drafted, tree_ops.keep_drafted])
 def test_what_the_drafter_computed_of_a_path_is_kept(run: Any) -> None:
     """Requests with a known token more, with a last node that was not computed, without a path, draft or tree."""
     path = torch.tensor([[1, 3, -1], [2, 4, 5], [-1, -1, -1], [1, -1, -1], [-1, -1, -1]], dtype=torch.int32)

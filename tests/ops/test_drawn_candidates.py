@@ -9,13 +9,12 @@ from torch import Tensor
 
 from interpreter import interpreted
 from levels import Node, draw
+from reference import draft as reference_draft
+from reference.processing import least_kept
 from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.sampling import SamplingParams
-from specinfer.ops import plain_drawn
-from specinfer.ops.chance_table import DRAWN, ChanceTable
-from specinfer.ops.plain_draft import Candidates, Frontier, Limits
-from specinfer.ops.plain_drawn import DrawnRows, Draws
-from specinfer.ops.plain_logits import Truncation, least_kept
+from specinfer.ops.logits import Truncation
+from specinfer.ops.trees import DRAWN, Candidates, ChanceTable, DeviceDraws, DrawnRows, Frontier, Limits
 from specinfer.ops.triton import drawn
 from specinfer.verify.logits import log_min_p
 from tiny import make_request
@@ -27,19 +26,19 @@ TABLE = ChanceTable(
     torch.tensor([0.2, 0.5, 0.9]), torch.rand((3, 3 * 4), generator=torch.Generator().manual_seed(5)),
     torch.rand((3, 3 * 4), generator=torch.Generator().manual_seed(6)) - 0.3,
 )  # fmt: skip
-RUNS = pytest.mark.parametrize("run", [plain_drawn.draw_candidates, drawn.draw_candidates], ids=["twin", "kernel"])
+RUNS = pytest.mark.parametrize("run", [reference_draft.draw_candidates, drawn.draw_candidates], ids=["twin", "kernel"])
 
 
 def _drawn(
     run: Any, logits: Tensor, rows: DrawnRows, truncation: Truncation, path_prob: Tensor, limits: Limits, width: int,
     accepted: Tensor | None = None,
-) -> tuple[Candidates, Draws]:  # fmt: skip
+) -> tuple[Candidates, DeviceDraws]:  # fmt: skip
     """Candidates of a level that begins with number 2; what is not written to is 7."""
     (requests, nodes), first, support = path_prob.shape, 2, min(128, logits.shape[1])
     candidates = Candidates.empty(requests, first + nodes * width, CPU)
     for tensor in (candidates.tokens, candidates.confidence, candidates.path_prob):
         tensor.fill_(7)
-    draws = Draws.empty(requests, first + nodes * width, support, CPU)
+    draws = DeviceDraws.empty(requests, first + nodes * width, support, CPU)
     values, ids = logits.topk(support, dim=1)
     ints = torch.zeros((requests, nodes), dtype=torch.int32)
     frontier = Frontier(1, ints.long(), ints.unsqueeze(2), ints, path_prob)
@@ -106,7 +105,7 @@ def test_the_kernel_draws_what_its_equivalent_does(vocab: int, width: int, is_fi
         limits = Limits(torch.full((4,), 30), torch.tensor([5, 5, max_depth, 5]), min_path_prob, widths)
         found, wanted = (
             _drawn(run, logits, rows, truncation, path_prob, limits, width, accepted)
-            for run in (drawn.draw_candidates, plain_drawn.draw_candidates)
+            for run in (drawn.draw_candidates, reference_draft.draw_candidates)
         )
         assert found[0].tokens.tolist() == wanted[0].tokens.tolist()
         assert torch.allclose(found[0].path_prob, wanted[0].path_prob, rtol=1e-5)
@@ -142,7 +141,7 @@ def test_no_path_probability_depends_on_what_is_drawn_or_is_above_the_parents(ru
     assert len(path_prob.unique(dim=0)) == 1
     sure = accepted[:2].tolist() if is_predicted else logits[:2].softmax(dim=1).max(dim=1).values.tolist()
     for node in range(nodes):
-        chance = TABLE.chance(torch.tensor([DRAWN]), torch.full((1, 1, width), sure[node]))
+        chance = reference_draft.chance(TABLE, torch.tensor([DRAWN]), torch.full((1, 1, width), sure[node]))
         assert torch.allclose(path_prob[0, node], chance[0, 0].cummin(dim=0).values * above[0, node], rtol=1e-5)
     assert (TABLE.heights + TABLE.slopes * 0.95).max() > 1
     assert (path_prob <= above.unsqueeze(2)).all()

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from interpreter import interpreted
+from reference import walks as reference_walks
 from specinfer.core.noise import UniformStream
 from specinfer.core.request import Request
 from specinfer.core.rules import random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree
-from specinfer.ops import plain_multi_step, plain_traversal
-from specinfer.ops.plain_tree import Walk
+from specinfer.ops.trees import Walk, WalkInputs
 from specinfer.ops.triton import multi_step, traversal
 from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance, verify
 from tiny import make_request
@@ -29,9 +29,9 @@ MULTI_STEP, TRAVERSAL = random_rules()  # a rule that is added needs its walk he
 RUNS = pytest.mark.parametrize(
     ("rule", "run"),
     [
-        pytest.param(MULTI_STEP, plain_multi_step.walk_multi_step, id="multi-step-twin"),
+        pytest.param(MULTI_STEP, reference_walks.walk_multi_step, id="multi-step-twin"),
         pytest.param(MULTI_STEP, multi_step.walk_multi_step, id="multi-step-kernel"),
-        pytest.param(TRAVERSAL, plain_traversal.walk_traversal, id="traversal-twin"),
+        pytest.param(TRAVERSAL, reference_walks.walk_traversal, id="traversal-twin"),
         pytest.param(TRAVERSAL, traversal.walk_traversal, id="traversal-kernel"),
     ],
 )
@@ -77,7 +77,7 @@ def _run(
     sizes = torch.tensor([len(tree) for tree in forest], dtype=torch.int32)
     depth = max(tree.max_depth for tree in forest) + 1
     path, lengths, following = walked = _nothing_walked(len(forest), depth)
-    inputs = plain_multi_step.WalkInputs(
+    inputs = WalkInputs(
         torch.cat(list(logits)), starts, temperatures, tokens, parents, sizes,
         draws, distribution_tokens, distribution_probs, uniforms, least,
     )  # fmt: skip
@@ -165,7 +165,7 @@ def test_no_tree_is_no_walk(rule: str, run: Any) -> None:
     )
     before = uniforms.clone()
     walked = _nothing_walked(1, 2)
-    inputs = plain_multi_step.WalkInputs(
+    inputs = WalkInputs(
         torch.zeros((1, 4)), zeros[:, 0], torch.zeros(1), zeros, zeros, zeros[:, 0].clone(), zeros - 1,
         zeros[..., None], torch.zeros((1, 2, 1), dtype=torch.float64), uniforms,
     )  # fmt: skip

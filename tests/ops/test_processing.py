@@ -13,15 +13,16 @@ from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
 from interpreter import interpreted
+from reference import processing as reference_processing
+from reference import trees as reference_trees
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.engine.device.processing import write_adjustments, write_truncation
 from specinfer.engine.device.state import DeviceState
-from specinfer.ops import plain_logits, plain_tree, tree_ops
-from specinfer.ops.chance_table import ChanceTable
-from specinfer.ops.plain_draft import Candidates, Frontier, Limits, Sampling
-from specinfer.ops.plain_logits import Adjustments, Paths, Truncation
+from specinfer.ops import tree_ops
+from specinfer.ops.logits import Adjustments, Paths, Truncation
+from specinfer.ops.trees import Candidates, ChanceTable, Frontier, Limits, Sampling
 from specinfer.ops.triton import adjustment, truncation
 from specinfer.ops.triton.candidates import add_candidates
 from specinfer.ops.triton.choose import choose
@@ -41,7 +42,7 @@ LIMITS = [
     SamplingParams(temperature=0.0, top_k=2, top_p=0.1),
     SamplingParams(top_k=10**12, top_p=1e-9),
 ]
-RUNS = pytest.mark.parametrize("run", [plain_logits.least_kept, truncation.least_kept, tree_ops.least_kept])
+RUNS = pytest.mark.parametrize("run", [reference_processing.least_kept, truncation.least_kept, tree_ops.least_kept])
 LeastKept = Callable[[Tensor, Truncation], Tensor]
 
 
@@ -130,8 +131,8 @@ def test_tokens_chosen_are_those_of_truncated_requests() -> None:
         torch.tensor([len(r.token_ids) for r in requests]),
         limits.temperatures,
     )
-    least = plain_logits.least_kept(logits, limits)
-    for run in (plain_tree.choose, choose):
+    least = reference_processing.least_kept(logits, limits)
+    for run in (reference_trees.choose, choose):
         assert run(logits, *rows, least).tolist() == wanted
 
 
@@ -158,7 +159,7 @@ def _requests() -> list[Request]:
     return found
 
 
-@pytest.mark.parametrize("run", [plain_logits.mask_logits, adjustment.mask_logits, tree_ops.mask_logits])
+@pytest.mark.parametrize("run", [reference_processing.mask_logits, adjustment.mask_logits, tree_ops.mask_logits])
 def test_tokens_whose_bit_is_not_set_are_masked(run: Any) -> None:
     """Also the last token of a word; bits of further tokens, and those of other rows, are not read."""
     vocab, rows = 2100, 4
@@ -176,7 +177,7 @@ def test_tokens_whose_bit_is_not_set_are_masked(run: Any) -> None:
     assert (roots == -torch.inf).all()
 
 
-@pytest.mark.parametrize("run", [plain_logits.adjust_logits, adjustment.adjust_logits, tree_ops.adjust_logits])
+@pytest.mark.parametrize("run", [reference_processing.adjust_logits, adjustment.adjust_logits, tree_ops.adjust_logits])
 @pytest.mark.parametrize("of_trees", [True, False])
 def test_adjusted_logits_are_those_of_one_request_at_a_time(run: Any, of_trees: bool) -> None:
     """Bit for bit: of the nodes of trees, and of candidates, whose root has no number."""
@@ -187,7 +188,7 @@ def test_adjusted_logits_are_those_of_one_request_at_a_time(run: Any, of_trees: 
     for row, request in enumerate(requests):
         write_adjustments(adjustments, row, request, lambda values: torch.from_numpy(values))
     logits = 3 * torch.randn((len(requests) * nodes, vocab + 5), generator=torch.Generator().manual_seed(2))
-    logits = logits[:, :vocab] if run is not plain_logits.adjust_logits else logits[:, :vocab].contiguous()
+    logits = logits[:, :vocab] if run is not reference_processing.adjust_logits else logits[:, :vocab].contiguous()
     logits[3, 9] = -torch.inf
     tree = TokenTree(tuple(tokens), tuple(parents))
     paths = [tree.path_tokens(node) for node in range(nodes)]

@@ -15,7 +15,7 @@ from specinfer.core.request import Request
 from specinfer.core.rules import random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree
-from specinfer.ops.plain_tree import NAN, NO_VALID_TOKEN
+from specinfer.ops.trees import NAN, NO_VALID_TOKEN
 from specinfer.verify import Acceptance, verify
 from specinfer.verify.algorithms import verify_seeded
 from tiny import make_request

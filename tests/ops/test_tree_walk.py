@@ -16,10 +16,11 @@ from torch import Tensor
 
 import reference
 from interpreter import interpreted
+from reference import trees as reference_trees
 from specinfer.core.noise import gumbel
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree
-from specinfer.ops import plain_tree, tree_ops
+from specinfer.ops import tree_ops
 from specinfer.ops.triton import choose as choosing
 from specinfer.ops.triton.choose import choose
 from specinfer.ops.triton.commit import commit
@@ -30,8 +31,8 @@ from tree_cases import bushy, wide
 
 pytestmark = interpreted
 Choose = Callable[..., Tensor]
-CHOOSES = pytest.mark.parametrize("run", [plain_tree.choose, choose, tree_ops.choose])
-WALKS = pytest.mark.parametrize("run", [plain_tree.walk, walk, tree_ops.walk])
+CHOOSES = pytest.mark.parametrize("run", [reference_trees.choose, choose, tree_ops.choose])
+WALKS = pytest.mark.parametrize("run", [reference_trees.walk, walk, tree_ops.walk])
 
 
 def _rows(seeds: Sequence[int], positions: Sequence[int], temperatures: Sequence[float]) -> tuple[Tensor, ...]:
@@ -135,7 +136,7 @@ def test_of_equal_tokens_the_first_is_chosen(run: Choose) -> None:
 def test_half_precision_is_read_as_it_is(run: Choose) -> None:
     logits = torch.randn((4, 300), generator=torch.Generator().manual_seed(0)).bfloat16()
     rows = _rows([1, 2, 3, 4], [5, 6, 7, 8], [0.0, 1.0, 0.5, 2.0])
-    assert run(logits, *rows).tolist() == plain_tree.choose(logits.float(), *rows).tolist()
+    assert run(logits, *rows).tolist() == reference_trees.choose(logits.float(), *rows).tolist()
 
 
 # --------------------------------------------------------------------------------------------- walk
@@ -198,7 +199,7 @@ def test_no_tree_and_no_capacity(run: Any) -> None:
 # ------------------------------------------------------------------------------------------- commit
 
 
-@pytest.mark.parametrize("run", [plain_tree.commit, commit, tree_ops.commit])
+@pytest.mark.parametrize("run", [reference_trees.commit, commit, tree_ops.commit])
 def test_commit_lists_the_slots_of_the_path(run: Any) -> None:
     table = torch.arange(3 * 8, dtype=torch.int32).view(3, 8)
     lens = torch.tensor([3, 0, 5], dtype=torch.int32)

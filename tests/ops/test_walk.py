@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from native import ISAS, each_isa
+from reference.trees import choose
 from specinfer.core.tree import TokenTree
 from specinfer.ops.cpu.walk import walk_trees
-from specinfer.ops.plain_tree import NAN, NO_VALID_TOKEN, choose
+from specinfer.ops.trees import NAN, NO_VALID_TOKEN
 from specinfer.verify import verify_coupled
 from tiny import trees
 

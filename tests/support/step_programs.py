@@ -28,7 +28,7 @@ from specinfer.model.heads.load import load_head, taps_of
 from specinfer.model.layers.device import DeviceDecoder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
-from specinfer.ops.plain_logits import Adjustments
+from specinfer.ops.logits import Adjustments
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 _BLOCKS = ("dflash", "dspark")

@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
 
 from hypothesis import HealthCheck, settings
 
+from reference import device
 from specinfer.core.files import cache_folder
 from specinfer.core.request import Request
 from specinfer.demo import pair
@@ -37,6 +38,8 @@ from specinfer.engine.engine import Engine
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.runner import ModelRunner
 from tiny import load_runner, save_model, save_tokenizer
+
+device.install()
 
 pytest_plugins = ["covering", "real_models", "small_demo"]
 

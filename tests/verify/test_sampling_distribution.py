@@ -21,13 +21,14 @@ import torch
 import reference
 from levels import Node, draw
 from on_device import load_plain, make_device_engine, run_on_device
+from reference import draft as reference_draft
+from reference.draft import path_probs
 from specinfer import LLM, SamplingParams
 from specinfer.core.noise import derive_seed
 from specinfer.core.request import Span
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.model.load import LoadedModel
-from specinfer.ops import chance_table, plain_drawn, tree_ops
-from specinfer.ops.plain_draft import path_probs
+from specinfer.ops import tree_ops, trees
 from specinfer.policy.base import FixedPolicy
 from specinfer.verify import Probs, SeededSource, algorithms, batch
 from tiny import make_model, make_request
@@ -236,13 +237,15 @@ def test_best_first_trees_on_a_device(
 
 def _draw_telling(*given: Any) -> None:
     """Draw as a device does, and rank the candidates by the probability of the drawn token itself."""
-    plain_drawn.draw_candidates(*given)
+    reference_draft.draw_candidates(*given)
     drawn, frontier, first, width, table, limits, candidates, out = given[3:11]
     requests, nodes = frontier.tokens.shape
     of_level = slice(first, first + nodes * width)
     ids, whole = (found[:, of_level].view(requests, nodes, width, -1)[:, :, :1] for found in (out.tokens, out.probs))
     is_own = ids == candidates.tokens[:, of_level].view(requests, nodes, width, 1)
-    chance = table.chance(torch.full_like(drawn.streams, chance_table.DRAWN), (is_own * whole).sum(dim=3).float())
+    chance = reference_draft.chance(
+        table, torch.full_like(drawn.streams, trees.DRAWN), (is_own * whole).sum(dim=3).float()
+    )
     ranked = path_probs(candidates.path_prob[:, of_level].view_as(chance) >= 0, chance, frontier, limits)
     candidates.path_prob[:, of_level] = ranked.flatten(1)
 

@@ -21,7 +21,7 @@ from specinfer.core.rules import RULES, random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree
 from specinfer.ops import tree_ops
-from specinfer.ops.cpu import transfers
+from specinfer.ops.cpu import choice, transfers
 from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance, batch, verify, verify_coupled
 from specinfer.verify.algorithms import SeededSource
 from tiny import make_request, paths_of, trees
@@ -140,11 +140,13 @@ def test_all_nodes_at_once_or_level_by_level(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfers, "is_apart", lambda _: True)
+        patch.setattr(batch, "runs_on", lambda _: True)
         patch.setattr(tree_ops, "choose", counted)
         assert verify("coupled", logits, requests, forest) == wanted
     assert asked == [sum(map(len, forest))]
     with pytest.MonkeyPatch.context() as patch:  # without native code
         patch.setattr(batch, "chooses", lambda _: False)
+        patch.setattr(choice, "library", lambda: None)
         assert verify("coupled", logits, requests, forest) == wanted
 
 
@@ -153,6 +155,7 @@ def test_a_temperature_that_counts_as_greedy_takes_the_first_of_equal_tokens(
     at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "is_apart", lambda _: at_once)
+    monkeypatch.setattr(batch, "runs_on", lambda _: True)
     requests = [_request(i, SamplingParams(temperature=1e-6)) for i in range(8)]
     accepted = verify("coupled", [torch.zeros(1, 4)] * 8, requests, [TokenTree.root(2)] * 8)
     assert [acceptance.next_token for acceptance in accepted] == [0] * 8

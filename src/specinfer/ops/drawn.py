@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from specinfer.ops import tree_ops
-from specinfer.ops.chance_table import ChanceTable
 from specinfer.ops.cpu.choice import SUPPORT, most_probable
-from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits
-from specinfer.ops.plain_drawn import DrawnRows, Draws
-from specinfer.ops.plain_logits import Truncation
+from specinfer.ops.logits import Truncation
+from specinfer.ops.trees import Candidates, ChanceTable, DeviceDraws, DeviceTrees, DrawnRows, Frontier, Limits
 
 
 class Drawing:
@@ -31,11 +29,17 @@ class Drawing:
     """
 
     def __init__(
-        self, is_drawn: Tensor, streams: Tensor, first: Tensor, truncation: Truncation, num_candidates: int, out: Draws
+        self,
+        is_drawn: Tensor,
+        streams: Tensor,
+        first: Tensor,
+        truncation: Truncation,
+        num_candidates: int,
+        out: DeviceDraws,
     ) -> None:
         self._drawn = DrawnRows(is_drawn, streams, first, truncation.temperatures)
         self._truncation, self._out = truncation, out
-        self._candidates = Draws.empty(len(streams), num_candidates, out.tokens.shape[2], streams.device)
+        self._candidates = DeviceDraws.empty(len(streams), num_candidates, out.tokens.shape[2], streams.device)
 
     def add_candidates(
         self,
@@ -48,7 +52,7 @@ class Drawing:
         candidates: Candidates,
         accepted: Tensor | None = None,
     ) -> None:
-        """Draw the candidates of a level; arguments as for `plain_draft.add_candidates`."""
+        """Draw the candidates of a level; arguments as for `tree_ops.add_candidates`."""
         values, ids = most_probable(logits.float(), min(SUPPORT, logits.shape[1]))
         least = tree_ops.least_kept(values, self._truncation)
         tree_ops.draw_candidates(
@@ -58,7 +62,9 @@ class Drawing:
         num_in_use = (frontier.path_prob >= 0).sum(dim=1)  # such nodes come first
         self._drawn = self._drawn._replace(numbers=self._drawn.numbers + num_in_use)
 
-    def finish(self, candidates: Candidates, roots: Tensor, root_columns: Tensor, limits: Limits, trees: Grown) -> None:
+    def finish(
+        self, candidates: Candidates, roots: Tensor, root_columns: Tensor, limits: Limits, trees: DeviceTrees
+    ) -> None:
         """Note what the nodes were drawn from; what was drawn for other candidates has not been looked at.
 
         Args:

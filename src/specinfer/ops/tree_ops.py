@@ -1,67 +1,93 @@
-"""The tree kernels for tensors on any device: Triton on CUDA devices, plain PyTorch for others.
+"""The operations on trees and their logits on a GPU, by name: each runs its Triton kernel.
 
-Each is documented at its plain version. On a GPU none of them waits for the device, so they can be captured.
+Arguments and results are documented at the kernels in `ops/triton`. None of them waits for the device, so they can be
+captured. Tests hold every kernel to the reference in `tests/reference`, which they install as the back end on machines
+without a GPU.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
 from specinfer.core.rules import RULES
-from specinfer.ops import (
-    plain_draft,
-    plain_drawn,
-    plain_guesses,
-    plain_logits,
-    plain_multi_step,
-    plain_traversal,
-    plain_tree,
-)
-from specinfer.ops.plain_tree import NAN, NO_VALID_TOKEN, Walk
-from specinfer.ops.triton import by_device, runs_on
+
+if TYPE_CHECKING:
+    from specinfer.ops.triton.adjustment import adjust_logits, mask_logits
+    from specinfer.ops.triton.attention import attend
+    from specinfer.ops.triton.candidates import add_candidates
+    from specinfer.ops.triton.choose import choose
+    from specinfer.ops.triton.commit import commit
+    from specinfer.ops.triton.draft import best_tree, keep_drafted, mark_ancestors, merge_guesses, next_frontier
+    from specinfer.ops.triton.drawn import draw_candidates
+    from specinfer.ops.triton.multi_step import walk_multi_step
+    from specinfer.ops.triton.store import store
+    from specinfer.ops.triton.traversal import walk_traversal
+    from specinfer.ops.triton.truncation import least_kept
+    from specinfer.ops.triton.walk import walk
 
 __all__ = [
-    "NAN", "NO_VALID_TOKEN", "Walk", "add_candidates", "adjust_logits", "attend", "best_tree", "choose", "commit",
-    "draw_candidates", "keep_drafted", "least_kept", "mark_ancestors", "mask_logits", "merge_guesses", "next_frontier",
-    "store", "walk", "walk_multi_step", "walk_of", "walk_traversal",
+    "OPERATIONS", "add_candidates", "adjust_logits", "attend", "back_end", "best_tree", "choose", "commit",
+    "draw_candidates", "keep_drafted", "kernel", "least_kept", "mark_ancestors", "mask_logits", "merge_guesses",
+    "next_frontier", "store", "tensor_of", "walk", "walk_multi_step", "walk_of", "walk_traversal",
 ]  # fmt: skip
 
+# The module of `ops/triton` that has the kernel of each operation.
+OPERATIONS = {
+    "attend": "attention",
+    "store": "store",
+    "choose": "choose",
+    "add_candidates": "candidates",
+    "draw_candidates": "drawn",
+    "next_frontier": "draft",
+    "merge_guesses": "draft",
+    "best_tree": "draft",
+    "mark_ancestors": "draft",
+    "walk": "walk",
+    "walk_multi_step": "multi_step",
+    "walk_traversal": "traversal",
+    "commit": "commit",
+    "keep_drafted": "draft",
+    "least_kept": "truncation",
+    "mask_logits": "adjustment",
+    "adjust_logits": "adjustment",
+}
 
-def _runs_on(tensor: Tensor) -> bool:
-    return runs_on(tensor)
+
+def tensor_of(first: Any) -> Tensor:
+    """Return a tensor of an operation's first argument, which may have several."""
+    return first if isinstance(first, Tensor) else cast(Tensor, first[0])
 
 
-def _guesses_run_on(guesses: plain_guesses.Guesses) -> bool:
-    return runs_on(guesses.tokens)
+@cache
+def kernel(name: str) -> Callable[..., Any]:
+    """Return an operation that runs on the GPU of its first argument, which becomes the thread's current one."""
+    run: Callable[..., Any] = getattr(import_module(f"specinfer.ops.triton.{OPERATIONS[name]}"), name)
+
+    def run_there(first: Any, *args: Any, **options: Any) -> Any:
+        device = tensor_of(first).device
+        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+            torch.cuda.set_device(device)  # Triton launches kernels there
+        return run(first, *args, **options)
+
+    return run_there
 
 
-def _walk_runs_on(inputs: plain_multi_step.WalkInputs) -> bool:
-    return runs_on(inputs.logits)
+back_end: Callable[[str], Callable[..., Any]] = kernel
 
 
-attend = by_device(_runs_on, plain_tree.attend, "attention")
-store = by_device(_runs_on, plain_tree.store, "store")
-choose = by_device(_runs_on, plain_tree.choose, "choose")
-walk = by_device(_runs_on, plain_tree.walk, "walk")
-walk_multi_step = by_device(_walk_runs_on, plain_multi_step.walk_multi_step, "multi_step")
-walk_traversal = by_device(_walk_runs_on, plain_traversal.walk_traversal, "traversal")
-commit = by_device(_runs_on, plain_tree.commit, "commit")
-least_kept = by_device(_runs_on, plain_logits.least_kept, "truncation")
-mask_logits = by_device(_runs_on, plain_logits.mask_logits, "adjustment")
-adjust_logits = by_device(_runs_on, plain_logits.adjust_logits, "adjustment")
-add_candidates = by_device(_runs_on, plain_draft.add_candidates, "candidates")
-draw_candidates = by_device(_runs_on, plain_drawn.draw_candidates, "drawn")
-next_frontier = by_device(_runs_on, plain_draft.next_frontier, "draft")
-merge_guesses = by_device(_guesses_run_on, plain_guesses.merge_guesses, "draft")
-best_tree = by_device(_runs_on, plain_draft.best_tree, "draft")
-mark_ancestors = by_device(_runs_on, plain_draft.mark_ancestors, "draft")
-keep_drafted = by_device(_runs_on, plain_draft.keep_drafted, "draft")
+def _operation(name: str) -> Callable[..., Any]:
+    return lambda *args, **options: back_end(name)(*args, **options)
+
+
+globals().update({name: _operation(name) for name in OPERATIONS})
 
 
 def walk_of(rule: str) -> Callable[..., None]:
     """Return the walk of a rule with random numbers, which has one."""
     name = RULES[rule].gpu_walk
     assert name is not None, f"the rule {rule} has no walk on a device"
-    walk: Any = globals()[name]
-    return walk  # type: ignore[no-any-return]
+    return cast(Callable[..., None], globals()[name])

@@ -16,6 +16,7 @@ from specinfer.ops.cpu import transfers
 from specinfer.ops.cpu.choice import choose_token
 from specinfer.ops.cpu.stochastic_walk import walk_stochastic
 from specinfer.ops.cpu.walk import walk_trees
+from specinfer.ops.triton import runs_on
 from specinfer.verify.algorithms import Acceptance, Place, verify_coupled, verify_seeded
 from specinfer.verify.device_batch import verify_on_device
 from specinfer.verify.logits import adjust, is_adjusted, least_score, process_logits, temperature_of
@@ -36,8 +37,12 @@ def verify(
         trees: The trees.
     """
     random_rules = [_random_rule(request, rule) for request in requests]
-    verify_all = verify_on_device if transfers.is_apart(logits[0]) else _verify_on_host
-    return verify_all(random_rules, logits, requests, trees)
+    if not transfers.is_apart(logits[0]):
+        return _verify_on_host(random_rules, logits, requests, trees)
+    if runs_on(logits[0]):
+        return verify_on_device(random_rules, logits, requests, trees)
+    on_host = list(map(torch.from_numpy, transfers.fetch(logits)))  # of a GPU without Triton
+    return _verify_on_host(random_rules, on_host, requests, trees)
 
 
 def _random_rule(request: Request, rule: str) -> str | None:

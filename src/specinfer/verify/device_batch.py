@@ -15,7 +15,6 @@ from specinfer.core.request import Request
 from specinfer.core.rules import RULES
 from specinfer.core.tree import TokenTree
 from specinfer.ops.cpu.transfers import fetch, send_together
-from specinfer.ops.triton import runs_on
 from specinfer.verify.algorithms import Acceptance, verify_coupled, verify_seeded
 from specinfer.verify.drawn_trees import DrawnTrees, draws_of
 from specinfer.verify.node_scores import NodeScores, Part, parameters_of
@@ -39,12 +38,7 @@ def verify_on_device(
     ]
     ruled = {i: rule for i, rule in enumerate(rules) if rule is not None}
     chosen = [i for i in range(len(parts)) if i not in ruled]
-    has_kernels = runs_on(logits[0])  # without them a walk on the device would wait at each node
-
-    def may_walk(rule: str) -> bool:
-        return has_kernels and RULES[rule].gpu_walk is not None
-
-    draws = {i: own for i, rule in ruled.items() if may_walk(rule) and (own := draws_of(trees[i])) is not None}
+    draws = {i: own for i, rule in ruled.items() if RULES[rule].gpu_walk and (own := draws_of(trees[i])) is not None}
     read = [i for i in ruled if i not in draws]
     groups: list[_Group] = []
     first = 0

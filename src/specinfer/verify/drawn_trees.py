@@ -12,7 +12,7 @@ from torch import Tensor
 from specinfer.core.draws import Floats, Ints
 from specinfer.core.tree import TokenTree
 from specinfer.ops import tree_ops
-from specinfer.ops.plain_multi_step import MOST_TOKENS, WalkInputs
+from specinfer.ops.trees import MOST_TOKENS, WalkInputs
 from specinfer.verify.algorithms import Acceptance
 from specinfer.verify.node_scores import NodeScores, Part
 

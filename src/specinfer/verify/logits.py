@@ -24,6 +24,7 @@ from specinfer.ops.cpu.choice import most_probable
 from specinfer.ops.cpu.transfers import send
 from specinfer.ops.token_scores import TokenScores, score_tokens
 from specinfer.ops.tree_layout import num_words
+from specinfer.ops.triton import runs_on
 
 _FEW = 128  # number of best tokens that top-p looks at first
 
@@ -243,12 +244,12 @@ def _mask(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> N
     words = np.zeros((rows, num_words(vocab)), dtype=np.int32)
     bits = words.view(np.uint8)[:, : -(-vocab // 8)]
     write_allowed(bits, request, paths)
-    if transfers.is_apart(logits):
+    if runs_on(logits):
         used = torch.ones(rows, dtype=torch.int32, device=logits.device)
         tree_ops.mask_logits(logits, send(words, logits.device), used)
     else:
         is_allowed = np.unpackbits(bits, axis=1, count=vocab, bitorder="little").view(np.bool_)
-        logits.masked_fill_(~torch.from_numpy(is_allowed), -torch.inf)
+        logits.masked_fill_(~send(is_allowed, logits.device), -torch.inf)
 
 
 def ends_of_bad_words(words: Sequence[Sequence[int]], output_ids: Sequence[int], path: Sequence[int]) -> list[int]:

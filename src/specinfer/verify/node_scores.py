@@ -11,7 +11,7 @@ from specinfer.core.draws import Ints
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.ops import tree_ops
-from specinfer.ops.plain_logits import Truncation
+from specinfer.ops.logits import Truncation
 from specinfer.verify.logits import adjust, is_adjusted, log_min_p, temperature_of, top_k_of
 
 

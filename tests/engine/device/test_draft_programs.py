@@ -47,7 +47,7 @@ from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
 from specinfer.ops.cpu import transfers
-from specinfer.ops.plain_logits import Adjustments
+from specinfer.ops.logits import Adjustments
 from specinfer.verify import device_batch
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 

@@ -19,11 +19,11 @@ from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.engine import Engine
 from specinfer.model.load import LoadedModel
-from specinfer.ops.chance_table import DRAWN, GREEDY, SAMPLED
 from specinfer.ops.cpu import transfers
+from specinfer.ops.trees import DRAWN, GREEDY, SAMPLED
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.request_policy import RequestPolicy
-from specinfer.verify import device_batch
+from specinfer.verify import batch
 from tiny import make_request, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]
@@ -260,6 +260,6 @@ def test_a_rule_without_a_walk_on_a_device_is_walked_by_its_algorithm(
     assert "have this verification rule" in caplog.text
     calls.clear()
     monkeypatch.setattr(transfers, "is_apart", lambda _: True)
-    monkeypatch.setattr(device_batch, "runs_on", lambda _: True)
+    monkeypatch.setattr(batch, "runs_on", lambda _: True)
     assert _ordinary(pair, "reject-all", (2, 1)) == expected
     assert len(calls) > 20

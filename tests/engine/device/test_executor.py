@@ -39,7 +39,7 @@ from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import tree_ops
-from specinfer.ops.plain_logits import Adjustments
+from specinfer.ops.logits import Adjustments
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.request_policy import RequestPolicy
 from tiny import VOCAB, make_request, quick, random_prompts, run
@@ -797,7 +797,7 @@ def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.Mo
         return run_interpreted(self, *args, **options)
 
     monkeypatch.setattr(kernels.GridExecutor, "__call__", counted)
-    monkeypatch.setattr(tree_ops, "runs_on", lambda tensor: tensor.device.type == "cpu")
+    monkeypatch.setattr(tree_ops, "back_end", tree_ops.kernel)
     assert run(engine, requests()) == wanted
     assert executor_of(engine).num_launched >= 2
     of_draft = {"chunk_program", "candidates_program", "frontier_program", "tree_program"}

@@ -15,12 +15,10 @@ from specinfer.core.noise import gumbel
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
 from specinfer.engine.device.growth import DraftShape, empty_table, grow
 from specinfer.ops import tree_ops
-from specinfer.ops.chance_table import ChanceTable
 from specinfer.ops.drawn import Drawing
-from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
-from specinfer.ops.plain_drawn import Draws
-from specinfer.ops.plain_logits import Truncation
+from specinfer.ops.logits import Truncation
 from specinfer.ops.tree_layout import unpack_bits
+from specinfer.ops.trees import Candidates, ChanceTable, DeviceDraws, DeviceTrees, Frontier, Limits, Sampling
 
 KERNELS = ("add_candidates", "draw_candidates", "next_frontier", "best_tree")
 VOCAB = 40
@@ -157,8 +155,8 @@ def _calibration(seed: int) -> Calibration:
 
 def _grown(
     toy: Toy, shape: DraftShape, wanted: list[Wish], seed: int, temperatures: list[float], calibration: Calibration,
-    races: list[Race | None] | None = None, draws: Draws | None = None,
-) -> tuple[Grown, list[list[int]], Tensor]:  # fmt: skip
+    races: list[Race | None] | None = None, draws: DeviceDraws | None = None,
+) -> tuple[DeviceTrees, list[list[int]], Tensor]:  # fmt: skip
     source = np.random.default_rng(seed)
     roots = source.integers(VOCAB, size=len(wanted)).tolist()
     twos = [int(source.integers(VOCAB)) if source.random() < 0.5 else None for _ in wanted]
@@ -189,11 +187,13 @@ def _grown(
     return grown, known, positions
 
 
-def empty_trees(shape: DraftShape, requests: int) -> Grown:
+def empty_trees(shape: DraftShape, requests: int) -> DeviceTrees:
     """Room for trees, with values that nobody should find there."""
     tokens, parents, columns = torch.full((3, requests, 1 + shape.num_nodes), -7, dtype=torch.int32)
     path_prob = torch.full((requests, shape.num_levels), torch.nan)
-    return Grown(tokens, parents, torch.full((requests,), -7, dtype=torch.int32), tokens.float(), columns, path_prob)
+    return DeviceTrees(
+        tokens, parents, torch.full((requests,), -7, dtype=torch.int32), tokens.float(), columns, path_prob
+    )
 
 
 @st.composite
@@ -242,7 +242,7 @@ def check_trees(
     toy, calibration = Toy(seed, len(wanted)), _calibration(seed)
     temperatures = [[0.0, 1.0, 0.7, 1.6][i % 4] for i in range(seed % 4, seed % 4 + len(wanted))]
     races = [Race(r) if are_drawn and t not in (0.0, 0.7) else None for r, t in enumerate(temperatures)]
-    draws = Draws.empty(len(wanted), shape.num_nodes, VOCAB, torch.device("cpu"))
+    draws = DeviceDraws.empty(len(wanted), shape.num_nodes, VOCAB, torch.device("cpu"))
     grown, known, positions = _grown(toy, shape, wanted, seed, temperatures, calibration, races, draws)
     assert grown.tokens.shape == (len(wanted), 1 + shape.num_nodes)
     for r, wish in enumerate(wanted):
@@ -269,7 +269,7 @@ def check_trees(
         check_draws(draws, r, races[r], guesses)
 
 
-def check_draws(draws: Draws, request: int, race: Race | None, guesses: list[Guess]) -> None:
+def check_draws(draws: DeviceDraws, request: int, race: Race | None, guesses: list[Guess]) -> None:
     """Each node was drawn from the distribution without the tokens of the siblings before it."""
     size = len(guesses) if race else 0
     nodes = draws.nodes[request].tolist()

@@ -31,17 +31,25 @@ from specinfer.model.recurrent.layers import is_recurrent, state_bytes
 from specinfer.model.recurrent.linear import ShortConv
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import layer_ops, tree_ops
-from specinfer.ops.chance_table import DRAWN, ChanceTable
 from specinfer.ops.cpu.choice import SUPPORT
 from specinfer.ops.cpu.recurrence import ConvolutionCall, RecurrenceCall
 from specinfer.ops.kv_types import NO_SCALES, KVScales
-from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
-from specinfer.ops.plain_drawn import DrawnRows, Draws
-from specinfer.ops.plain_guesses import Guesses
-from specinfer.ops.plain_logits import Adjustments, Paths, Truncation
-from specinfer.ops.plain_multi_step import WalkInputs
+from specinfer.ops.logits import Adjustments, Paths, Truncation
 from specinfer.ops.plain_recurrence import ScanOrder
 from specinfer.ops.tree_layout import TreeLayout, num_words
+from specinfer.ops.trees import (
+    DRAWN,
+    Candidates,
+    ChanceTable,
+    DeviceDraws,
+    DeviceTrees,
+    DrawnRows,
+    Frontier,
+    Guesses,
+    Limits,
+    Sampling,
+    WalkInputs,
+)
 from specinfer.planning.device_costs import StepDesign
 from step_programs import ASSISTANT, META, head_on_meta, on_meta, programs_of, save_head, target_of
 from tiny import FAMILIES, HYBRIDS, quick
@@ -175,7 +183,7 @@ class Kernels:
     @staticmethod
     def draw_candidates(
         values: Tensor, ids: Tensor, least: Tensor, drawn: DrawnRows, frontier: Frontier, first: int, width: int,
-        table: ChanceTable, limits: Limits, candidates: Candidates, out: Draws, accepted: Tensor | None = None,
+        table: ChanceTable, limits: Limits, candidates: Candidates, out: DeviceDraws, accepted: Tensor | None = None,
     ) -> None:  # fmt: skip
         _on_device(values, ids, least, *drawn, frontier.path_prob, *_fields(table), contiguous=True)
         if accepted is not None:
@@ -226,13 +234,13 @@ class Kernels:
 
     @staticmethod
     def best_tree(
-        path_prob: Tensor, candidates: Candidates, roots: Tensor, has_two: Tensor, limits: Limits, out: Grown
+        path_prob: Tensor, candidates: Candidates, roots: Tensor, has_two: Tensor, limits: Limits, out: DeviceTrees
     ) -> None:
         _on_device(path_prob, roots, has_two, *_fields(candidates), *_fields(limits), *_fields(out), contiguous=True)
 
     @staticmethod
     def merge_guesses(guesses: Guesses, candidates: Candidates, first: int) -> None:
-        _on_device(*_fields(guesses), *_fields(candidates), contiguous=True)
+        _on_device(*guesses, *_fields(candidates), contiguous=True)
         assert first + guesses.tokens.shape[1] == candidates.tokens.shape[1]
 
     @staticmethod

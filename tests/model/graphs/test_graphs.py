@@ -516,8 +516,8 @@ def test_programs_run_with_the_kernels_of_gpus(
     runners = [_runner(loaded) for _ in range(2)]
     pieces = [_two_trees(runner) for runner in runners]
     wanted = runners[0].forward(pieces[0]).clone()
-    for module in (tree_ops, layer_ops):
-        monkeypatch.setattr(module, "runs_on", lambda _: True)
+    monkeypatch.setattr(tree_ops, "back_end", tree_ops.kernel)
+    monkeypatch.setattr(layer_ops, "runs_on", lambda _: True)
     runs: list[Program] = []
     captured = Graphs.captured
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from specinfer.core.request import Request
 from specinfer.engine.device.processing import Processing, make_adjustments, write_adjustments
 from specinfer.ops.cpu.transfers import send
-from specinfer.ops.plain_logits import Adjustments
+from specinfer.ops.logits import Adjustments
 
 
 class AdjustedRows:

@@ -36,11 +36,8 @@ from specinfer.model.forward import forward
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import tree_ops
 from specinfer.ops.drawn import Drawing
-from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
-from specinfer.ops.plain_drawn import Draws
-from specinfer.ops.plain_guesses import Guesses
-from specinfer.ops.plain_logits import Paths
-from specinfer.ops.plain_tree import Walk
+from specinfer.ops.logits import Paths
+from specinfer.ops.trees import Candidates, DeviceDraws, DeviceTrees, Frontier, Guesses, Limits, Sampling, Walk
 
 # Adjusts logits in place, and returns the least score of a token that may follow.
 Process = Callable[[Tensor, Paths], Tensor | None]
@@ -106,10 +103,10 @@ class DraftLoop:
         state: DeviceState,
         own: DraftState,
         inputs: DraftInputs,
-        trees: Grown,
+        trees: DeviceTrees,
         kept: Kept,
         target_vocab: int,
-        draws: Draws | None = None,
+        draws: DeviceDraws | None = None,
     ) -> None:
         self._drafter, self._shape, self._state, self._own = drafter, shape, state, own
         self._inputs, self.trees, self._draws = inputs, trees, draws
@@ -219,6 +216,6 @@ class DraftLoop:
         guesses = Guesses(trees.tokens[:, 1:].contiguous(), trees.parents[:, 1:] - 1, path_prob)
         return Drafted(guesses, limits.max_nodes)
 
-    def keep(self, walked: Walk, merged: Grown) -> None:
+    def keep(self, walked: Walk, merged: DeviceTrees) -> None:
         """Keep what the drafter computed of the accepted paths, which are in the merged trees of all drafters."""
         self._known.keep(walked, self.trees, merged)

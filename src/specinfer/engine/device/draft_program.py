@@ -19,10 +19,10 @@ from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import DeviceState, DraftState, Exchange
-from specinfer.ops import plain_drawn, tree_ops
+from specinfer.ops import tree_ops
 from specinfer.ops.cpu.choice import SUPPORT
-from specinfer.ops.plain_draft import Grown, Limits
-from specinfer.ops.plain_logits import Adjustments, Paths, Truncation
+from specinfer.ops.logits import Adjustments, Paths, Truncation
+from specinfer.ops.trees import DeviceDraws, DeviceTrees, Limits
 
 _MANY = 2**30  # tokens that may still be emitted: budgets are cut to them before
 
@@ -60,12 +60,12 @@ class DraftProgram:
             draws = None
             if support:
                 probs = _wide(found["draw_probs"], torch.float64)
-                draws = plain_drawn.Draws(found["draw_nodes"], found["draw_tokens"], probs)
+                draws = DeviceDraws(found["draw_nodes"], found["draw_tokens"], probs)
             kept = torch.zeros((rows, size.max_depth + 1), dtype=torch.int32, device=device)
             self._loop = DraftLoop(
                 drafter, self.shape, self._state, self._state.drafts[0],
                 DraftInputs(there["slots"], there["reads"], there["max_nodes"]),
-                Grown(
+                DeviceTrees(
                     found["tokens"], found["parents"], found["sizes"], found["confidence_float32"], found["columns"],
                     found["path_prob_float32"],
                 ),

@@ -5,20 +5,18 @@ from torch import Tensor
 
 from specinfer.engine.device.state import DeviceState
 from specinfer.ops import tree_ops
-from specinfer.ops.plain_draft import Grown
-from specinfer.ops.plain_drawn import Draws
-from specinfer.ops.plain_multi_step import WalkInputs
+from specinfer.ops.trees import DeviceDraws, DeviceTrees, Walk, WalkInputs
 
 
 def walk_drawn(
     rule: str,
     state: DeviceState,
-    trees: Grown,
-    draws: Draws,
+    trees: DeviceTrees,
+    draws: DeviceDraws,
     logits: Tensor,
     least: Tensor | None,
     starts: Tensor,
-    walked: tree_ops.Walk,
+    walked: Walk,
 ) -> None:
     """Walk the trees of requests under this rule.
 

@@ -21,11 +21,9 @@ from torch import Tensor
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
 from specinfer.drafters.kind import DraftKind
 from specinfer.ops import tree_ops
-from specinfer.ops.chance_table import ChanceTable
 from specinfer.ops.drawn import Drawing
-from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits, Sampling
-from specinfer.ops.plain_guesses import Guesses
 from specinfer.ops.tree_layout import num_words, pack_bits
+from specinfer.ops.trees import Candidates, ChanceTable, DeviceTrees, Frontier, Guesses, Limits, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +155,7 @@ def grow(
     sampling: Sampling,
     table: ChanceTable,
     limits: Limits,
-    out: Grown,
+    out: DeviceTrees,
     guesses: Guesses | None = None,
     most: Tensor | None = None,
     drawing: Drawing | None = None,

@@ -26,8 +26,7 @@ from specinfer.engine.device.state import DeviceState, DraftState
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import tree_ops
-from specinfer.ops.plain_draft import Candidates, Frontier, Grown
-from specinfer.ops.plain_tree import Walk
+from specinfer.ops.trees import Candidates, DeviceTrees, Frontier, Walk
 
 Kept = tuple[Tensor, Tensor]
 
@@ -65,7 +64,7 @@ class KnownTokens(Protocol):
         """Return the [tokens, width] features that a level reads with its tokens, or None if it reads tokens alone."""
         ...
 
-    def keep(self, walked: Walk, trees: Grown, merged: Grown) -> None:
+    def keep(self, walked: Walk, trees: DeviceTrees, merged: DeviceTrees) -> None:
         """Keep what the drafter computed of the accepted paths.
 
         Args:
@@ -102,7 +101,7 @@ class KnownPair:
     def features(self, frontier: Frontier, candidates: Candidates, first: FirstPass) -> None:
         return None
 
-    def keep(self, walked: Walk, trees: Grown, merged: Grown) -> None:
+    def keep(self, walked: Walk, trees: DeviceTrees, merged: DeviceTrees) -> None:
         path, lengths, _ = walked
         own, rows = self._own, len(path)
         tokens, columns = trees.tokens, trees.columns
@@ -115,7 +114,7 @@ class KnownPair:
         )
         tree_ops.commit(own.slots[:rows], own.known[:rows], self._inputs.slots, *self._kept)
 
-    def _follow(self, path: Tensor, drafted: Tensor, trees: Grown) -> Tensor:
+    def _follow(self, path: Tensor, drafted: Tensor, trees: DeviceTrees) -> Tensor:
         """Return the columns of the paths' tokens in the trees of this drafter, -1 where it has none: [rows, depth].
 
         Args:
@@ -155,7 +154,7 @@ class KnownRoot:
     def features(self, frontier: Frontier, candidates: Candidates, first: FirstPass) -> Tensor | None:
         return None
 
-    def keep(self, walked: Walk, trees: Grown, merged: Grown) -> None:
+    def keep(self, walked: Walk, trees: DeviceTrees, merged: DeviceTrees) -> None:
         """Do nothing."""
 
 
@@ -248,7 +247,7 @@ class KnownPath:
         slots = self._inputs.slots.gather(1, columns).flatten()
         return self._runner.tensors.taps[0][slots]
 
-    def keep(self, walked: Walk, trees: Grown, merged: Grown) -> None:
+    def keep(self, walked: Walk, trees: DeviceTrees, merged: DeviceTrees) -> None:
         path, lengths, _ = walked
         own, rows, num_kept = self._own, len(path), self._kept[1]
         num_kept.copy_(torch.where((lengths >= 0) & (self._inputs.reads > 0), num_kept, -1))

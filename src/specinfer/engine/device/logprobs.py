@@ -15,8 +15,8 @@ from torch import Tensor
 from specinfer.core.logprob import Logprob, by_token
 from specinfer.core.sampling import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, SamplingParams
 from specinfer.model.graphs.sizes import at_least
-from specinfer.ops.plain_draft import Grown
 from specinfer.ops.token_scores import TokenScores, score_tokens
+from specinfer.ops.trees import DeviceTrees
 
 BEST = (0, 20, MAX_LOGPROBS)  # numbers of most probable tokens that steps return
 OTHERS = (0, 16, MAX_LOGPROB_TOKEN_IDS)  # numbers of further tokens
@@ -95,7 +95,11 @@ def write_logprobs(
 
 
 def write_node_logprobs(
-    logits: Tensor, roots: Tensor, trees: Grown, walked: tuple[Tensor, Tensor, Tensor], results: Mapping[str, Tensor]
+    logits: Tensor,
+    roots: Tensor,
+    trees: DeviceTrees,
+    walked: tuple[Tensor, Tensor, Tensor],
+    results: Mapping[str, Tensor],
 ) -> None:
     """Write the log-probability of each node's token, and in the root's place that of the token after the path.
 

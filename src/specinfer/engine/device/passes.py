@@ -9,8 +9,8 @@ from torch import Tensor
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.engine.device.growth import DraftShape
 from specinfer.engine.device.known_tokens import DraftInputs, FirstPass, KnownTokens
-from specinfer.ops.plain_draft import Candidates, Frontier
 from specinfer.ops.tree_layout import num_words, pack_bits
+from specinfer.ops.trees import Candidates, Frontier
 
 # -> [requests * frontier, vocab] logits after each node, and the probability that the best token is accepted, if the
 # drafter predicts it

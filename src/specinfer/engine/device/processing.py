@@ -22,7 +22,7 @@ from specinfer.drafters import (
 )
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
-from specinfer.ops.plain_logits import MAX_ENDS, Adjustments, Truncation
+from specinfer.ops.logits import MAX_ENDS, Adjustments, Truncation
 from specinfer.verify.logits import log_min_p, temperature_of, top_k_of
 
 logger = logging.getLogger(__name__)

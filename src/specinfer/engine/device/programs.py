@@ -28,11 +28,9 @@ from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import AdapterRows, tree_ops
 from specinfer.ops.cpu.choice import SUPPORT
-from specinfer.ops.plain_draft import Grown, Limits
-from specinfer.ops.plain_drawn import Draws
-from specinfer.ops.plain_guesses import Guesses
-from specinfer.ops.plain_logits import Adjustments, Paths
+from specinfer.ops.logits import Adjustments, Paths
 from specinfer.ops.tree_layout import TreeLayout
+from specinfer.ops.trees import DeviceDraws, DeviceTrees, Guesses, Limits
 
 
 class _Nodes(NamedTuple):
@@ -84,19 +82,19 @@ class Programs:
         self._masks = masks if size.is_masked else None
         with torch.inference_mode(mode=False):
             support = min(SUPPORT, target.loaded.vocab_size)
-            self._draws = Draws.empty(size.num_rows, size.num_nodes - 1, support, device) if size.rule else None
+            self._draws = DeviceDraws.empty(size.num_rows, size.num_nodes - 1, support, device) if size.rule else None
         self._scan = DeviceScan(size, state, target) if is_hybrid(target.loaded.model) else None
         # In what is sent to the host, from the first program to the second.
         self._trees = self._grown(TreeNames.of(0, 1))
         self._loops = [] if not size.num_models else [self._loop(i, one, size.shape) for i, one in enumerate(drafters)]
 
-    def _grown(self, names: TreeNames) -> Grown:
+    def _grown(self, names: TreeNames) -> DeviceTrees:
         """Return the trees of these results."""
         tokens, parents, sizes, confidence = (self.results.there[name] for name in names)
         path_prob = self.results.there["path_prob_float32"]
         with torch.inference_mode(mode=False):
             own = path_prob if names == TreeNames.of(0, 1) else torch.zeros_like(path_prob)
-            return Grown(tokens, parents, sizes, confidence, torch.zeros_like(tokens), own)
+            return DeviceTrees(tokens, parents, sizes, confidence, torch.zeros_like(tokens), own)
 
     def _loop(self, number: int, drafter: DeviceDrafter, shape: DraftShape | None) -> DraftLoop:
         assert shape is not None

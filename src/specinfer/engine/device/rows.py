@@ -29,7 +29,7 @@ from specinfer.model.kv_cache import Slots
 from specinfer.model.recurrent.states import Loan
 from specinfer.model.runner import ModelRunner
 from specinfer.ops.cpu.transfers import send
-from specinfer.ops.plain_logits import Adjustments
+from specinfer.ops.logits import Adjustments
 from specinfer.ops.triton import on_device
 
 _ROW = 128  # slots

@@ -16,8 +16,8 @@ from specinfer.engine.device.state import DeviceState
 from specinfer.model.recurrent.layers import num_taps
 from specinfer.model.recurrent.scan import PaddedScan
 from specinfer.model.runner import ModelRunner
-from specinfer.ops.plain_draft import Grown
 from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.trees import DeviceTrees
 
 
 class DeviceScan:
@@ -46,7 +46,7 @@ class DeviceScan:
             self._is_root = torch.arange(width, device=device) == self._recomputed
             self._results = self._after_path(self._places)
 
-    def of_step(self, trees: Grown, slots: Tensor, is_live: Tensor) -> PaddedScan:
+    def of_step(self, trees: DeviceTrees, slots: Tensor, is_live: Tensor) -> PaddedScan:
         """Return the scan of a step.
 
         Args:

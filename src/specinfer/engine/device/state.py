@@ -11,8 +11,8 @@ from torch import Tensor
 from specinfer.core.sampling import MAX_LOGPROB_TOKEN_IDS
 from specinfer.drafters.kind import DraftKind
 from specinfer.engine.device.growth import empty_table
-from specinfer.ops.chance_table import ChanceTable
-from specinfer.ops.plain_logits import Truncation
+from specinfer.ops.logits import Truncation
+from specinfer.ops.trees import ChanceTable
 
 Ints = npt.NDArray[np.int32]
 _ALIGNED = 4  # 32-bit numbers

@@ -135,7 +135,7 @@ static int64_t most_probable(const float *scores, int64_t size, int64_t count, f
 // Those with a score below `least` are left out. More than `room` are counted, but not listed.
 static int64_t choose(const float *scores, int64_t size, float least, uint64_t key, int32_t sampled, int64_t *ids,
                       double *sums, int64_t room) {
-    enum { PART = 256, NO_NUMBER = -1, NO_TOKEN = -2 };  // as NAN and NO_VALID_TOKEN in plain_tree.py
+    enum { PART = 256, NO_NUMBER = -1, NO_TOKEN = -2 };  // as NAN and NO_VALID_TOKEN in trees.py
     const float best = greatest(scores, size, ids);
     if (best != best) return NO_NUMBER;
     if (best == -INFINITY) return NO_TOKEN;

@@ -11,6 +11,7 @@ from specinfer.ops.cpu.library import library
 
 _ROOM = 256  # most tokens that rounding could decide between; with more, all are checked
 
+NAN, NO_VALID_TOKEN = -1, -2  # in place of a token: the model computed NaN; no token has a nonzero probability
 SUPPORT = 128  # best tokens that may be drawn or chosen; more have little probability, and every one costs time
 
 
@@ -75,7 +76,7 @@ def _most_probable_natively(scores: Tensor, count: int) -> tuple[Tensor, Tensor]
 
 
 def choose_token(scores: Tensor, noise: tuple[int, int] | None, least: float = -torch.inf) -> int:
-    """Return the first token whose score, with noise, is the greatest; the same bits as `plain_tree.choose`.
+    """Return the first token whose score, with noise, is the greatest; the same bits as `tree_ops.choose`.
 
     Args:
         scores: [vocab] float32 on the CPU.

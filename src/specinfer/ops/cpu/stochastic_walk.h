@@ -27,7 +27,7 @@ static double sum_of(const double *values, int64_t size) {
 
 // The target's distribution after a node, or what rejected draws leave of it.
 struct Left {
-    enum { VALID, NO_NUMBER = -1, NO_TOKEN = -2 };  // as NAN and NO_VALID_TOKEN in plain_tree.py
+    enum { VALID, NO_NUMBER = -1, NO_TOKEN = -2 };  // as NAN and NO_VALID_TOKEN in trees.py
     double *weights = nullptr, sum = 0.0, exact_sum = 0.0;
     int64_t vocab = 0, state = NO_TOKEN;
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.ops.plain_logits import Adjustments, Paths
+from specinfer.ops.logits import Adjustments, Paths
 
 _CHUNK = 2048
 
@@ -43,7 +43,11 @@ def adjust_program(
 
 
 def adjust_logits(logits: Tensor, adjustments: Adjustments, paths: Paths) -> None:
-    """Compute `plain_logits.adjust_logits`."""
+    """Apply biases and penalties, as if the output continued with the path to each node.
+
+    Args:
+        logits: [requests * nodes, vocab] float32, written to.
+    """
     rows, vocab = logits.shape
     requests, nodes = paths.numbers.shape
     each = (
@@ -74,7 +78,13 @@ def mask_program(logits, bits, is_masked, vocab, stride, words, CHUNK: tl.conste
 
 
 def mask_logits(logits: Tensor, bits: Tensor, is_masked: Tensor) -> None:
-    """Compute `plain_logits.mask_logits`."""
+    """Set the logits of tokens that are not allowed to -inf.
+
+    Args:
+        logits: [rows, vocab] float32, written to.
+        bits: [rows, words] int32, the bits of 32 tokens in each word, set for allowed ones.
+        is_masked: [rows] int32; 0 where all tokens are allowed, and no bits are read.
+    """
     rows, vocab = logits.shape
     assert logits.stride(1) == bits.stride(1) == 1
     assert is_masked.is_contiguous()

@@ -221,11 +221,26 @@ def attend(
     blocks: Blocks | None = None,
     has_float8: bool | None = None,
 ) -> Tensor:
-    """Compute `plain_tree.attend`.
+    """Compute the attention of all new tokens over the slots that the layout lets them see.
 
     Args:
         blocks: How to divide the work, or None for `choose_blocks` on this device.
         has_float8: Whether the device has instructions for e4m3, or None to find out.
+
+    Args:
+        query: [tokens, heads, dim].
+        keys: [slots, kv_heads, dim].
+        values: [slots, kv_heads, value_dim].
+        scale: What scores are multiplied by, that of stored keys included.
+        window: A token sees keys less than this many positions back.
+        softcap: Scores become softcap * tanh(scores / softcap).
+        sinks: [heads] logits that take part in the softmax and have no value.
+        key_bias: [heads, positions] float32, added to the scores by key position (ALiBi).
+        value_scale: What results are multiplied by, for values that are stored as multiples of it.
+        out: [tokens, heads, value_dim] to write to.
+
+    Returns:
+        [tokens, heads, value_dim] of the query's type; rows of padding are 0.
     """
     (tokens, heads, key_dim), (_, kv_heads, value_dim) = query.shape, values.shape
     assert heads % kv_heads == 0

@@ -2,7 +2,7 @@
 
 This takes two launches, as `choose` does: the first finds the best of each chunk of the vocabulary by noise in
 single precision, the second scores these with the noise of noise.py. Confidence is a softmax whose sum is the first
-launch's, so it differs from plain_draft.py's by up to 2e-4 of itself.
+launch's, so it differs from PyTorch's by up to 2e-4 of itself.
 """
 
 from dataclasses import fields
@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.ops.chance_table import ChanceTable
-from specinfer.ops.plain_draft import Candidates, Frontier, Limits, Sampling
+from specinfer.ops.trees import Candidates, ChanceTable, Frontier, Limits, Sampling
 from specinfer.ops.triton.choose import noise_bits, precise_noise, rough_noise
 
 _CHUNK = 2048
@@ -145,7 +144,17 @@ def add_candidates(
     least: Tensor | None = None,
     accepted: Tensor | None = None,
 ) -> None:
-    """Compute `plain_draft.add_candidates`."""
+    """Add the candidates of a level: the best tokens after each node of the frontier, under the target's noise.
+
+    Args:
+        logits: [requests * frontier, vocab] of the drafter.
+        first: Number of the level's first candidate.
+        width: Candidates of each node.
+        candidates: Written to, from `first` on.
+        least: [requests * frontier] float32 as `least_kept` returns it, or None to keep all tokens.
+        accepted: [requests * frontier] float32 confidence of the best candidate, which scales that of the others; None
+            for that of the logits.
+    """
     rows, vocab = logits.shape
     nodes = frontier.tokens.shape[1]
     assert logits.stride(1) == 1

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.ops.plain_tree import NAN, NO_VALID_TOKEN
+from specinfer.ops.trees import NAN, NO_VALID_TOKEN
 
 _CHUNK = 2048
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
@@ -125,7 +125,19 @@ def choose(
     least: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `plain_tree.choose`."""
+    """Choose the token at each row: argmax(logits / temperature + noise of (seed, position, token)).
+
+    Args:
+        logits: [rows, vocab].
+        seeds: [rows] int64, of the requests.
+        positions: [rows], of the tokens to choose.
+        temperatures: [rows] float32; 0 is greedy, without noise.
+        least: [rows] float32 score below which no token of a sampled row is chosen, or None.
+        out: [rows] int64 to write to.
+
+    Returns:
+        [rows] int64 tokens; `NAN` where a row has a NaN, `NO_VALID_TOKEN` where all of it is -inf.
+    """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
     num_chunks = triton.cdiv(vocab, _CHUNK)

@@ -25,7 +25,14 @@ def commit_program(
 
 
 def commit(slot_table: Tensor, prefix_lens: Tensor, node_slots: Tensor, path: Tensor, lengths: Tensor) -> None:
-    """Compute `plain_tree.commit`."""
+    """Append the slots of root and accepted nodes to each request's prefix; no keys or values are moved.
+
+    Args:
+        slot_table: [requests, max_context], written to.
+        prefix_lens: [requests], increased by one for the root, and by one for each accepted node.
+        node_slots: [requests, max_nodes] of the trees, the root first.
+        path, lengths: As `walk` returns them; requests with a length below 0 are skipped.
+    """
     requests, max_depth = path.shape
     assert slot_table.stride(1) == node_slots.stride(1) == 1
     assert path.is_contiguous()

@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.ops.plain_draft import Candidates, Frontier, Grown, Limits
-from specinfer.ops.plain_guesses import Guesses
 from specinfer.ops.tree_layout import num_words
+from specinfer.ops.trees import Candidates, DeviceTrees, Frontier, Guesses, Limits
 from specinfer.ops.triton.candidates import assert_contiguous
 
 
@@ -86,7 +85,17 @@ def next_frontier(
     level_probs: Tensor,
     out: Frontier,
 ) -> None:
-    """Compute `plain_draft.next_frontier`."""
+    """Choose the most promising candidates of a level as the next frontier; of equals, the earlier one.
+
+    Args:
+        path_prob: [requests, of level] float32 of the level's candidates, -1 for what may not be taken.
+        frontier: The frontier that these are children of.
+        first: Number of the level's first candidate.
+        first_column: The drafter's column of the new frontier's first node.
+        candidates: Its `columns` are written to.
+        level_probs: [requests, levels] float32; the column of the new frontier is written to.
+        out: The new frontier, written to.
+    """
     (requests, count), (above_width, width) = path_prob.shape, (frontier.tokens.shape[1], out.tokens.shape[1])
     assert path_prob.stride(1) == 1
     assert path_prob.stride(0) == candidates.tokens.shape[1]
@@ -134,7 +143,12 @@ def guesses_program(
 
 
 def merge_guesses(guesses: Guesses, candidates: Candidates, first: int) -> None:
-    """Compute `plain_draft.merge_guesses`."""
+    """Add the guesses of lookups to the candidates; one that is a candidate already raises its path probability.
+
+    Args:
+        candidates: Written to, from `first` on, and path probabilities before it.
+        first: Number of the first guess among the candidates; no candidate before it is a guess.
+    """
     requests, num_guesses = guesses.tokens.shape
     count = candidates.tokens.shape[1]
     inputs = (guesses.tokens, guesses.parents, guesses.path_prob)
@@ -185,9 +199,16 @@ def tree_program(
 
 
 def best_tree(
-    path_prob: Tensor, candidates: Candidates, roots: Tensor, root_columns: Tensor, limits: Limits, out: Grown
+    path_prob: Tensor, candidates: Candidates, roots: Tensor, root_columns: Tensor, limits: Limits, out: DeviceTrees
 ) -> None:
-    """Compute `plain_draft.best_tree`."""
+    """Form the trees of the best candidates; these are closed under ancestors, since ties go to the earlier one.
+
+    Args:
+        path_prob: [requests, candidates] float32, that of `candidates`.
+        roots: [requests] int64 tokens of the roots.
+        root_columns: [requests] int32, or bool if all are below 2.
+        out: The trees, written to; `path_prob` is not.
+    """
     requests, count = path_prob.shape
     num_nodes = out.tokens.shape[1] - 1
     of_nodes = (path_prob, candidates.tokens, candidates.confidence, candidates.parents, candidates.columns)
@@ -224,7 +245,18 @@ def ancestors_program(
 
 
 def mark_ancestors(parents: Tensor, first: Tensor, *, max_depth: int, last: int) -> tuple[Tensor, Tensor]:
-    """Compute `plain_draft.mark_ancestors`."""
+    """Compute the tree attention mask and the positions of trees.
+
+    Args:
+        parents: [requests, nodes] int32 of the trees, the root first; nodes that are not in use have parent 0.
+        first: [requests] int32 positions of the roots.
+        max_depth: Longest possible path.
+        last: Highest position. Nodes of a request that may emit no more may lie beyond it.
+
+    Returns:
+        visible: [requests * nodes, words] int32 bits, as in `TreeLayout`.
+        positions: [requests, nodes] int32.
+    """
     requests, nodes = parents.shape
     assert_contiguous(parents, first)
     words = num_words(nodes)
@@ -274,7 +306,17 @@ def keep_drafted(
     has_two: Tensor,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """Compute `plain_draft.keep_drafted`."""
+    """List what the drafter computed of each accepted path: all of it, or all but the last node.
+
+    Args:
+        path, lengths: As `walk` returns them.
+        tokens, columns: [requests, nodes] of the trees.
+        drafts: [requests] int32, 1 if the drafter has read the request.
+        before: [requests] int64 the token before the next root, written to.
+        has_two: [requests] bool, True if the drafter had two known tokens to compute; written to: it will have.
+        out: [requests, max_depth + 1] int32 columns kept, after the first one, and [requests] int32 their number, -1
+            for requests without drafts; written to.
+    """
     requests, max_depth = path.shape
     tensors = (path, lengths, tokens, columns, drafts, before, has_two, *out)
     assert_contiguous(*tensors)

@@ -1,12 +1,10 @@
-"""Draws of a level's candidates without replacement, one program per node, with the distribution of each draw."""
+"""DeviceDraws of a level's candidates without replacement, one program per node, with the distribution of each draw."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.ops.chance_table import DRAWN, ChanceTable
-from specinfer.ops.plain_draft import Candidates, Frontier, Limits
-from specinfer.ops.plain_drawn import DrawnRows, Draws
+from specinfer.ops.trees import DRAWN, Candidates, ChanceTable, DeviceDraws, DrawnRows, Frontier, Limits
 from specinfer.ops.triton.candidates import assert_contiguous, chance_of
 from specinfer.ops.triton.choose import noise_bits, precise_noise
 
@@ -83,10 +81,26 @@ def draw_candidates(
     table: ChanceTable,
     limits: Limits,
     candidates: Candidates,
-    out: Draws,
+    out: DeviceDraws,
     accepted: Tensor | None = None,
 ) -> None:
-    """Compute `plain_drawn.draw_candidates`. For other requests nothing is written."""
+    """Draw the candidates of a level, in place of those that were chosen.
+
+    For other requests nothing is written.
+
+    The confidence in each is that in the most probable token, drawn or not, so it reveals no draw.
+
+    Args:
+        values: [requests * frontier, support] float32 the greatest logits of each node, in descending order.
+        ids: [requests * frontier, support] int64 their tokens.
+        least: [requests * frontier] float32 as `least_kept` returns it.
+        drawn: The requests.
+        first: Number of the level's first candidate.
+        width: Candidates of each node.
+        candidates: Written to, from `first` on, for the requests whose tokens are drawn.
+        out: A draw for each candidate, written to but for its nodes.
+        accepted: [requests * frontier] float32 confidence in the most probable token; None for that of the values.
+    """
     (requests, nodes), support = frontier.tokens.shape, values.shape[1]
     outputs = (candidates.tokens, candidates.confidence, candidates.path_prob, out.tokens, out.probs)
     predicted = least if accepted is None else accepted  # not used if there are none

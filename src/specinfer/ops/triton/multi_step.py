@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.ops.plain_multi_step import MOST_TOKENS, WalkInputs
-from specinfer.ops.plain_tree import NAN, NO_VALID_TOKEN, Walk
+from specinfer.ops.trees import MOST_TOKENS, NAN, NO_VALID_TOKEN, Walk, WalkInputs
 from specinfer.ops.triton.choose import GAMMA, mix
 
 _CHUNK = 2048
@@ -194,7 +193,15 @@ def multi_step_program(
 
 
 def walk_multi_step(inputs: WalkInputs, *, out: Walk) -> None:
-    """Compute `plain_multi_step.walk_multi_step`."""
+    """Try the draws of a node in draw order; each rejected one subtracts its distribution from the target's residual.
+
+    SpecInfer (arXiv 2305.09781), section 4.3, as `verify.verify_multi_step`. The decisions are the same unless a random
+    number is within about 1e-13 of the number it is compared with, because sums are computed in another order.
+
+    Args:
+        out: The tensors that `walk` returns, written to for the requests that have a tree. The path of one
+            whose logits allow no token is empty.
+    """
     launch = prepare_walk(inputs, out)
     multi_step_program[(len(inputs.tokens),)](*launch.tensors, *launch.numbers, **launch.options)
 

@@ -38,7 +38,14 @@ def store_program(
 def store(
     keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor, scales: KVScales = NO_SCALES
 ) -> None:
-    """Compute `plain_tree.store`."""
+    """Write the new tokens' keys and values to their slots.
+
+    Args:
+        keys, values: [slots, kv_heads, dim], written to.
+        slots: [tokens]; rows with a slot below 0 are skipped.
+        key, value: [tokens, kv_heads, dim].
+        scales: What they are stored as multiples of, in 8 bits.
+    """
     tokens, kv_heads, key_dim = key.shape
     value_dim = value.shape[2]
     assert keys.stride(2) == values.stride(2) == key.stride(2) == value.stride(2) == 1

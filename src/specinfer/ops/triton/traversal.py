@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specinfer.ops.plain_multi_step import WalkInputs
-from specinfer.ops.plain_tree import NAN, NO_VALID_TOKEN, Walk
+from specinfer.ops.trees import NAN, NO_VALID_TOKEN, Walk, WalkInputs
 from specinfer.ops.triton.multi_step import next_uniform, node_softmax, prepare_walk, probs_of, sample
 
 _NAN, _NO_VALID_TOKEN = tl.constexpr(NAN), tl.constexpr(NO_VALID_TOKEN)
@@ -161,7 +160,11 @@ def traversal_program(
 
 
 def walk_traversal(inputs: WalkInputs, *, out: Walk) -> None:
-    """Compute `plain_traversal.walk_traversal`."""
+    """Go to the first leaf and back towards the root, as `verify.verify_traversal`.
+
+    Decisions are the same unless a random number is within about 1e-13 of the number it is compared with. `out` is as
+    for `walk_multi_step`.
+    """
     launch, max_depth = prepare_walk(inputs, out), out[0].shape[1]
     requests, _, support = inputs.distribution_tokens.shape
     kept_rows = torch.empty((requests, max_depth, support), dtype=torch.float64, device=inputs.logits.device)

@@ -3,7 +3,7 @@
 A first launch lists the best tokens of each part of the vocabulary. Parts take turns, 16 tokens each, so that likely
 tokens, whose ids are often close, are spread over all of them. The second launch searches the limits among the tokens
 listed. If no token that is not listed could matter, these limits are those of the whole row; else it searches the row.
-Sums are in double precision over weights in single precision, so a limit may differ from plain_logits.py's where the
+Sums are in double precision over weights in single precision, so a limit may differ from PyTorch's where the
 probability up to a token is within 1e-6 of top-p.
 """
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.ops.plain_logits import Truncation
+from specinfer.ops.logits import Truncation
 
 _PART, _RUN, _WIDTH = 1024, 16, 16  # tokens of a part, next to each other, and listed
 _MOST_LISTED = 4096  # of a row; a larger vocabulary has larger parts
@@ -171,7 +171,13 @@ def limits_program(
 
 
 def least_kept(logits: Tensor, truncation: Truncation) -> Tensor:
-    """Compute `plain_logits.least_kept`."""
+    """Return the score of the least probable token that min-p, top-k and top-p keep: [rows] float32; -inf keeps all.
+
+    Scores are logits divided by the temperature.
+
+    Args:
+        logits: [requests * nodes, vocab].
+    """
     rows, vocab = logits.shape
     limits = (truncation.temperatures, truncation.log_min_p, truncation.top_k, truncation.top_p)
     assert logits.stride(1) == 1

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specinfer.ops.plain_tree import NO_VALID_TOKEN, Walk
+from specinfer.ops.trees import NO_VALID_TOKEN, Walk
 
 _NO_VALID_TOKEN = tl.constexpr(NO_VALID_TOKEN)
 
@@ -54,7 +54,21 @@ def walk(
     max_depth: int,
     out: Walk | None = None,
 ) -> Walk:
-    """Compute `plain_tree.walk`."""
+    """Walk down every tree as long as the token chosen at a node is that of one of its children.
+
+    Args:
+        chosen: [rows] int64, the tokens that `choose` returns.
+        starts: [requests] row of each request's root in `chosen`; its other nodes follow.
+        tokens, parents: [requests, max_nodes] of the trees, the root first; parents come before their children.
+        sizes: [requests] nodes in use, the root included, or 0 for no tree.
+        max_depth: Longest possible path.
+        out: Tensors to write to.
+
+    Returns:
+        path: [requests, max_depth] int32 numbers of the accepted nodes, without the root; -1 after its end.
+        lengths: [requests] int32 lengths of the paths; -1 where there is no tree.
+        next: [requests] int64 token that follows, or `NAN` or `NO_VALID_TOKEN`, which is also used for no tree.
+    """
     requests, nodes = tokens.shape
     if out is None:
         path = torch.empty((requests, max_depth), dtype=torch.int32, device=tokens.device)

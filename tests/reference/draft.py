@@ -1,79 +1,44 @@
-"""The kernels around a device's passes in plain PyTorch; those in `ops/triton` have the same signatures.
+"""The growth of trees of a device in plain PyTorch: the reference of its kernels.
 
-Rule and sources are those of `drafters.growth.tree_batch` (SpecInfer, arXiv 2305.09781, section 3; OPT-Tree, arXiv
-2406.17276). The shapes of results depend only on the shapes of inputs, so that a loop can be captured.
+Rule and sources are those of `drafters.growth` (SpecInfer, arXiv 2305.09781, section 3; OPT-Tree, arXiv 2406.17276).
+The draws of a node are one race of exponentials (Sequoia, arXiv 2402.12374) over its best tokens, with noise that
+nothing else reads, as in `drafters.growth.draft_sampling`: the same numbers, so the same tokens.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specinfer.core.noise import gumbel
-from specinfer.ops.chance_table import GREEDY, SAMPLED, ChanceTable
 from specinfer.ops.tree_layout import pack_bits, unpack_bits
+from specinfer.ops.trees import (
+    DRAWN,
+    GREEDY,
+    SAMPLED,
+    Candidates,
+    ChanceTable,
+    DeviceDraws,
+    DeviceTrees,
+    DrawnRows,
+    Frontier,
+    Guesses,
+    Limits,
+    Sampling,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of the tree of each request of a launch, in integers of any size."""
+def chance(table: ChanceTable, numbers: Tensor, confidence: Tensor) -> Tensor:
+    """Return the probability that a token is accepted once its parent is, [requests, nodes, width].
 
-    max_nodes: Tensor  # [requests]; 0 for no draft
-    max_depth: Tensor  # [requests]
-    min_path_prob: Tensor  # [requests] float32; less likely nodes are left out
-    widths: Tensor  # [requests, levels] children of each node in a fixed expansion; 0 for best first
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The inputs that decide the tokens of each request of a launch."""
-
-    seeds: Tensor  # [requests] int64
-    temperatures: Tensor  # [requests] float32; 0 is greedy
-    positions: Tensor  # [requests] integers, position of the root
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """All candidates of a launch, level by level, as the levels add them. All are [requests, candidates]."""
-
-    tokens: Tensor  # int64; 0 where there is none
-    confidence: Tensor  # float32; -1 for guesses of lookups alone
-    path_prob: Tensor  # float32; -1 for what may not be taken
-    parents: Tensor  # int32 numbers of their parents among the candidates; -1 for the root
-    columns: Tensor  # int32 columns in which the drafter computes them; -1 if it does not
-
-    @classmethod
-    def empty(cls, num_requests: int, num_candidates: int, device: torch.device) -> "Candidates":
-        def room(dtype: torch.dtype) -> Tensor:
-            return torch.empty((num_requests, num_candidates), dtype=dtype, device=device)
-
-        return cls(
-            room(torch.int64), room(torch.float32), room(torch.float32), room(torch.int32), room(torch.int32)
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Frontier:
-    """The nodes of one level that may have children, in the order of their numbers; padding last."""
-
-    level: int
-    tokens: Tensor  # [requests, width] int64; 0 for padding
-    sees: Tensor  # [requests, width, words] int32 bits: the drafter's columns that the node sees, its own included
-    numbers: Tensor  # [requests, width] int32 numbers among the candidates; -1 for the root and for padding
-    path_prob: Tensor  # [requests, width] float32; -1 for padding
-
-
-@dataclass(frozen=True, slots=True)
-class Grown:
-    """The trees of a launch; node 0 is the root."""
-
-    tokens: Tensor  # [requests, 1 + nodes] int32; 0 from `sizes` on
-    parents: Tensor  # [requests, 1 + nodes] int32; the root's, and those from `sizes` on, are 0
-    sizes: Tensor  # [requests] int32, including the root
-    confidence: Tensor  # [requests, 1 + nodes] float32
-    columns: Tensor  # [requests, 1 + nodes] int32, the drafter's column of the node; -1 if not computed
-    path_prob: Tensor  # [requests, levels] float32, sum over each level's frontier
+    Args:
+        numbers: [requests] int64 numbers of tables.
+        confidence: [requests, nodes, width] float32, the best candidate of a node first.
+    """
+    num_lines = len(table.points) + 1
+    ranks = torch.arange(confidence.shape[2], device=confidence.device).clamp(max=table.num_ranks - 1)
+    line = torch.searchsorted(table.points, confidence.contiguous()) + ranks * num_lines
+    line = line + numbers[:, None, None] * (table.num_ranks * num_lines)
+    # Rounding could give more than 1, and a child a higher path probability than its parent.
+    return (table.heights.flatten()[line] + table.slopes.flatten()[line] * confidence).clamp(0.0, 1.0)
 
 
 def add_candidates(
@@ -88,17 +53,7 @@ def add_candidates(
     least: Tensor | None = None,
     accepted: Tensor | None = None,
 ) -> None:
-    """Add the candidates of a level: the best tokens after each node of the frontier, under the target's noise.
-
-    Args:
-        logits: [requests * frontier, vocab] of the drafter.
-        first: Number of the level's first candidate.
-        width: Candidates of each node.
-        candidates: Written to, from `first` on.
-        least: [requests * frontier] float32 as `plain_logits.least_kept` returns it, or None to keep all tokens.
-        accepted: [requests * frontier] float32 confidence of the best candidate, which scales that of the others; None
-            for that of the logits.
-    """
+    """Compute `add_candidates` of `ops/triton/candidates.py`."""
     requests, nodes = frontier.tokens.shape
     of_level = slice(first, first + nodes * width)
     kept = None if least is None else least.view(requests, nodes, 1)
@@ -107,7 +62,7 @@ def add_candidates(
         scale = accepted.view(requests, nodes, 1) / confidence[:, :, :1].clamp(min=1e-9)
         confidence = (confidence * scale).clamp(max=1.0)
     numbers = torch.where(sampling.temperatures > 0, SAMPLED, GREEDY)
-    path_prob = path_probs(token >= 0, table.chance(numbers, confidence), frontier, limits)
+    path_prob = path_probs(token >= 0, chance(table, numbers, confidence), frontier, limits)
     candidates.tokens[:, of_level] = token.clamp(min=0).flatten(1)
     candidates.confidence[:, of_level] = confidence.flatten(1)
     candidates.path_prob[:, of_level] = path_prob.flatten(1)
@@ -150,6 +105,48 @@ def _best_tokens(
     return best.indices.masked_fill(best.values == -torch.inf, -1), confidence
 
 
+def draw_candidates(
+    values: Tensor,
+    ids: Tensor,
+    least: Tensor,
+    drawn: DrawnRows,
+    frontier: Frontier,
+    first: int,
+    width: int,
+    table: ChanceTable,
+    limits: Limits,
+    candidates: Candidates,
+    out: DeviceDraws,
+    accepted: Tensor | None = None,
+) -> None:
+    """Compute `draw_candidates` of `ops/triton/drawn.py`."""
+    requests, nodes = frontier.tokens.shape
+    temperatures = torch.where(drawn.is_drawn, drawn.temperatures, 1.0).repeat_interleave(nodes).unsqueeze(1)
+    numbers = drawn.numbers.unsqueeze(1) + torch.arange(nodes, device=values.device)
+    scores = values / temperatures
+    scores = scores.masked_fill(scores < least.unsqueeze(1), -torch.inf)
+    whole = scores.double().softmax(dim=1).nan_to_num(0.0)
+    noise = gumbel(drawn.streams.repeat_interleave(nodes), numbers.flatten(), ids)
+    places = (scores + noise).topk(width, dim=1).indices
+    tokens = ids.gather(1, places).masked_fill(whole.gather(1, places) <= 0, -1).view(requests, nodes, width)
+    is_own = places.unsqueeze(2) == torch.arange(values.shape[1], device=ids.device)
+    was_drawn = is_own.cumsum(dim=1) > is_own.long()
+    left = torch.where(was_drawn, 0.0, whole.unsqueeze(1))
+    probs = (left / left.sum(dim=2, keepdim=True)).nan_to_num(0.0)
+
+    sure = (whole[:, 0].float() if accepted is None else accepted).view(requests, nodes, 1).expand(-1, -1, width)
+    probable = chance(table, torch.full_like(drawn.streams, DRAWN), sure)
+    of_level, is_drawn = slice(first, first + nodes * width), drawn.is_drawn.unsqueeze(1)
+    for place, found in (
+        (candidates.tokens, tokens.clamp(min=0)),
+        (candidates.confidence, sure),
+        (candidates.path_prob, path_probs(tokens >= 0, probable, frontier, limits)),
+    ):
+        place[:, of_level] = torch.where(is_drawn, found.flatten(1), place[:, of_level])
+    out.tokens[:, of_level] = ids.int().view(requests, nodes, 1, -1).expand(-1, -1, width, -1).flatten(1, 2)
+    out.probs[:, of_level] = probs.view(requests, nodes * width, -1)
+
+
 def next_frontier(
     path_prob: Tensor,
     frontier: Frontier,
@@ -159,17 +156,7 @@ def next_frontier(
     level_probs: Tensor,
     out: Frontier,
 ) -> None:
-    """Choose the most promising candidates of a level as the next frontier; of equals, the earlier one.
-
-    Args:
-        path_prob: [requests, of level] float32 of the level's candidates, -1 for what may not be taken.
-        frontier: The frontier that these are children of.
-        first: Number of the level's first candidate.
-        first_column: The drafter's column of the new frontier's first node.
-        candidates: Its `columns` are written to.
-        level_probs: [requests, levels] float32; the column of the new frontier is written to.
-        out: The new frontier, written to.
-    """
+    """Compute `next_frontier` of `ops/triton/draft.py`."""
     requests, total = path_prob.shape
     width, num_children = out.tokens.shape[1], total // frontier.tokens.shape[1]
     place = torch.arange(width, device=path_prob.device)
@@ -194,17 +181,32 @@ def next_frontier(
     candidates.columns[:, of_level] = columns[:, :-1]
 
 
-def best_tree(
-    path_prob: Tensor, candidates: Candidates, roots: Tensor, root_columns: Tensor, limits: Limits, out: Grown
-) -> None:
-    """Form the trees of the best candidates; these are closed under ancestors, since ties go to the earlier one.
+def merge_guesses(guesses: Guesses, candidates: Candidates, first: int) -> None:
+    """Compute `merge_guesses` of `ops/triton/draft.py`."""
+    tokens, parents = candidates.tokens[:, :first], candidates.parents[:, :first]
+    numbers = torch.full_like(guesses.parents, -1, dtype=torch.int64)  # of each guess, among the candidates
+    for guess in range(guesses.tokens.shape[1]):
+        above, token = guesses.parents[:, guess : guess + 1].long(), guesses.tokens[:, guess : guess + 1].long()
+        path_prob = guesses.path_prob[:, guess : guess + 1]
+        parent = torch.where(above >= 0, numbers.gather(1, above.clamp(min=0)), -1)
+        is_same = (parents == parent) & (tokens == token)
+        is_known, place = is_same.any(dim=1, keepdim=True), is_same.to(torch.int8).argmax(dim=1, keepdim=True)
+        known = candidates.path_prob.gather(1, place)
+        raised = torch.where(is_known, torch.maximum(known, path_prob), known)
+        candidates.path_prob.scatter_(1, place, raised)
+        numbers[:, guess : guess + 1] = torch.where(is_known, place, first + guess)
+        at = slice(first + guess, first + guess + 1)
+        candidates.tokens[:, at] = token
+        candidates.parents[:, at] = parent.int()
+        candidates.path_prob[:, at] = torch.where(is_known, -1.0, path_prob)
+    candidates.confidence[:, first:].fill_(-1.0)
+    candidates.columns[:, first:].fill_(-1)
 
-    Args:
-        path_prob: [requests, candidates] float32, that of `candidates`.
-        roots: [requests] int64 tokens of the roots.
-        root_columns: [requests] int32, or bool if all are below 2.
-        out: The trees, written to; `path_prob` is not.
-    """
+
+def best_tree(
+    path_prob: Tensor, candidates: Candidates, roots: Tensor, root_columns: Tensor, limits: Limits, out: DeviceTrees
+) -> None:
+    """Compute `best_tree` of `ops/triton/draft.py`."""
     requests, total = path_prob.shape
     num_nodes = out.tokens.shape[1] - 1
     chosen = _best_first(path_prob, num_nodes, limits.max_nodes)
@@ -227,18 +229,7 @@ def best_tree(
 
 
 def mark_ancestors(parents: Tensor, first: Tensor, *, max_depth: int, last: int) -> tuple[Tensor, Tensor]:
-    """Compute the tree attention mask and the positions of trees.
-
-    Args:
-        parents: [requests, nodes] int32 of the trees, the root first; nodes that are not in use have parent 0.
-        first: [requests] int32 positions of the roots.
-        max_depth: Longest possible path.
-        last: Highest position. Nodes of a request that may emit no more may lie beyond it.
-
-    Returns:
-        visible: [requests * nodes, words] int32 bits, as in `TreeLayout`.
-        positions: [requests, nodes] int32.
-    """
+    """Compute `mark_ancestors` of `ops/triton/draft.py`."""
     num_nodes = parents.shape[1]
     own = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
     found, above = own, parents.long().unsqueeze(2).expand(-1, -1, num_nodes)
@@ -258,17 +249,7 @@ def keep_drafted(
     has_two: Tensor,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """List what the drafter computed of each accepted path: all of it, or all but the last node.
-
-    Args:
-        path, lengths: As `walk` returns them.
-        tokens, columns: [requests, nodes] of the trees.
-        drafts: [requests] int32, 1 if the drafter has read the request.
-        before: [requests] int64 the token before the next root, written to.
-        has_two: [requests] bool, True if the drafter had two known tokens to compute; written to: it will have.
-        out: [requests, max_depth + 1] int32 columns kept, after the first one, and [requests] int32 their number, -1
-            for requests without drafts; written to.
-    """
+    """Compute `keep_drafted` of `ops/triton/draft.py`."""
     is_drafted = (lengths >= 0) & (drafts > 0)
     nodes = path.clamp(min=0).long()
     kept = torch.where(path >= 0, columns.gather(1, nodes), -1)

@@ -1,8 +1,4 @@
-"""The tree kernels in plain PyTorch, with the same signatures as the GPU kernels in `ops/triton`.
-
-The shapes of results depend only on the shapes of inputs, and nothing waits for a device, so that the same steps can be
-captured on a GPU. Used on CPUs. Tests compare the kernels with these functions, and these with the reference.
-"""
+"""Tree attention, stores, choices, walks and commits of a device in plain PyTorch: the reference of their kernels."""
 
 import torch
 from torch import Tensor
@@ -10,8 +6,7 @@ from torch import Tensor
 from specinfer.core.noise import gumbel
 from specinfer.ops.kv_types import NO_SCALES, KVScales, to_stored
 from specinfer.ops.tree_layout import TreeLayout, unpack_bits
-
-NAN, NO_VALID_TOKEN = -1, -2  # in place of a token: the model computed NaN; no token has a nonzero probability
+from specinfer.ops.trees import NAN, NO_VALID_TOKEN, Walk
 
 
 def attend(
@@ -28,23 +23,7 @@ def attend(
     value_scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute the attention of all new tokens over the slots that the layout lets them see.
-
-    Args:
-        query: [tokens, heads, dim].
-        keys: [slots, kv_heads, dim].
-        values: [slots, kv_heads, value_dim].
-        scale: What scores are multiplied by, that of stored keys included.
-        window: A token sees keys less than this many positions back.
-        softcap: Scores become softcap * tanh(scores / softcap).
-        sinks: [heads] logits that take part in the softmax and have no value.
-        key_bias: [heads, positions] float32, added to the scores by key position (ALiBi).
-        value_scale: What results are multiplied by, for values that are stored as multiples of it.
-        out: [tokens, heads, value_dim] to write to.
-
-    Returns:
-        [tokens, heads, value_dim] of the query's type; rows of padding are 0.
-    """
+    """Compute `attend` of `ops/triton/attention.py`."""
     requests, kv_heads, device, heads = layout.num_requests, keys.shape[1], query.device, query.shape[1]
     starts = layout.starts.long()
     request, row = _requests_of_rows(starts, layout.num_tokens)
@@ -114,14 +93,7 @@ def _requests_of_rows(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 def store(
     keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor, scales: KVScales = NO_SCALES
 ) -> None:
-    """Write the new tokens' keys and values to their slots.
-
-    Args:
-        keys, values: [slots, kv_heads, dim], written to.
-        slots: [tokens]; rows with a slot below 0 are skipped.
-        key, value: [tokens, kv_heads, dim].
-        scales: What they are stored as multiples of, in 8 bits.
-    """
+    """Compute `store` of `ops/triton/store.py`."""
     # A skipped row repeats the write of the first row with a slot. If there is none, it rewrites the old contents.
     kept = slots >= 0
     first = kept.to(torch.int8).argmax()
@@ -139,19 +111,7 @@ def choose(
     least: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Choose the token at each row: argmax(logits / temperature + noise of (seed, position, token)).
-
-    Args:
-        logits: [rows, vocab].
-        seeds: [rows] int64, of the requests.
-        positions: [rows], of the tokens to choose.
-        temperatures: [rows] float32; 0 is greedy, without noise.
-        least: [rows] float32 score below which no token of a sampled row is chosen, or None.
-        out: [rows] int64 to write to.
-
-    Returns:
-        [rows] int64 tokens; `NAN` where a row has a NaN, `NO_VALID_TOKEN` where all of it is -inf.
-    """
+    """Compute `choose` of `ops/triton/choose.py`."""
     scores = logits.float()
     sampled = (temperatures > 0).unsqueeze(1)
     noise = gumbel(seeds.long(), positions.long(), torch.arange(logits.shape[1], device=logits.device))
@@ -164,9 +124,6 @@ def choose(
     return tokens if out is None else out.copy_(tokens)
 
 
-Walk = tuple[Tensor, Tensor, Tensor]  # path, lengths, next
-
-
 def walk(
     chosen: Tensor,
     starts: Tensor,
@@ -177,21 +134,7 @@ def walk(
     max_depth: int,
     out: Walk | None = None,
 ) -> Walk:
-    """Walk down every tree as long as the token chosen at a node is that of one of its children.
-
-    Args:
-        chosen: [rows] int64, the tokens that `choose` returns.
-        starts: [requests] row of each request's root in `chosen`; its other nodes follow.
-        tokens, parents: [requests, max_nodes] of the trees, the root first; parents come before their children.
-        sizes: [requests] nodes in use, the root included, or 0 for no tree.
-        max_depth: Longest possible path.
-        out: Tensors to write to.
-
-    Returns:
-        path: [requests, max_depth] int32 numbers of the accepted nodes, without the root; -1 after its end.
-        lengths: [requests] int32 lengths of the paths; -1 where there is no tree.
-        next: [requests] int64 token that follows, or `NAN` or `NO_VALID_TOKEN`, which is also used for no tree.
-    """
+    """Compute `walk` of `ops/triton/walk.py`."""
     requests, nodes = tokens.shape
     numbers = torch.arange(nodes, device=tokens.device)
     in_use = numbers < sizes.unsqueeze(1)
@@ -217,14 +160,7 @@ def walk(
 
 
 def commit(slot_table: Tensor, prefix_lens: Tensor, node_slots: Tensor, path: Tensor, lengths: Tensor) -> None:
-    """Append the slots of root and accepted nodes to each request's prefix; no keys or values are moved.
-
-    Args:
-        slot_table: [requests, max_context], written to.
-        prefix_lens: [requests], increased by one for the root, and by one for each accepted node.
-        node_slots: [requests, max_nodes] of the trees, the root first.
-        path, lengths: As `walk` returns them; requests with a length below 0 are skipped.
-    """
+    """Compute `commit` of `ops/triton/commit.py`."""
     places = torch.arange(path.shape[1] + 1, device=path.device)
     nodes = torch.cat([torch.zeros_like(path[:, :1]), path.clamp(min=0)], dim=1).long()
     slots = node_slots.gather(1, nodes).to(slot_table.dtype)

@@ -1,0 +1,27 @@
+"""The operations of a device in plain PyTorch, which tests install on machines without a GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+from reference import draft, processing, trees, walks
+from specinfer.ops import tree_ops
+
+_MODULES = (draft, processing, trees, walks)
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    name: next(getattr(module, name) for module in _MODULES if hasattr(module, name)) for name in tree_ops.OPERATIONS
+}
+
+
+def by_device(name: str) -> Callable[..., Any]:
+    """Return an operation that runs its kernel for tensors on a GPU, and the reference for others."""
+
+    def run(first: Any, *args: Any, **options: Any) -> Any:
+        kernel = tree_ops.kernel(name) if tree_ops.tensor_of(first).is_cuda else OPERATIONS[name]
+        return kernel(first, *args, **options)
+
+    return run
+
+
+def install() -> None:
+    """Let tensors on a CPU have the operations of a device, from here on."""
+    tree_ops.back_end = by_device
