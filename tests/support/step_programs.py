@@ -15,12 +15,12 @@ from specinfer.drafters import HeadRunner, SelfRunner, make_drafter
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.engine.device.draft_loop import DeviceDrafter
+from specinfer.engine.device.draft_shape import shape_of, shape_of_guesses
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
-from specinfer.engine.device.sizes import shape_of, shape_of_guesses
 from specinfer.engine.device.state import DeviceState
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.eagle3 import Eagle3Head

@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_map
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import HeadRunner
 from specinfer.drafters.kind import DraftKind
+from specinfer.engine.device.draft_shape import shape_of
 from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.passes import BlockPass
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.programs import Programs
-from specinfer.engine.device.sizes import shape_of
 from specinfer.model.heads import block, eagle3
 from specinfer.model.layers import device as device_decoder
 from specinfer.model.linears import quantize_linears

@@ -35,10 +35,9 @@ from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device import adjusted_rows
-from specinfer.engine.device.adjusted_rows import AdjustedRows
 from specinfer.engine.device.draft_programs import DraftPrograms
 from specinfer.engine.device.launch_size import LaunchSize
-from specinfer.engine.device.processing import Processing
+from specinfer.engine.device.processing import AdjustedRows, Processing
 from specinfer.engine.engine import Engine
 from specinfer.engine.executor import StepResult
 from specinfer.engine.host_executor import HostExecutor

@@ -16,7 +16,7 @@ from specinfer.core.rules import random_rules
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters.growth.calibration import Calibration, source_of
 from specinfer.engine.device.budgets import DeviceBudgets
-from specinfer.engine.device.drawn_requests import DrawnRequests
+from specinfer.engine.device.served_requests import DrawnRequests
 from specinfer.engine.engine import Engine
 from specinfer.model.load import LoadedModel
 from specinfer.ops.cpu import transfers

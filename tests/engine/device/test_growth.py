@@ -13,9 +13,10 @@ from interpreter import interpreted
 from slow_growth import F32, Guess, Wish, slow_tree
 from specinfer.core.noise import gumbel
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
-from specinfer.engine.device.growth import DraftShape, empty_table, grow
+from specinfer.engine.device.draft_shape import DraftShape
+from specinfer.engine.device.growth import Drawing, grow
+from specinfer.engine.device.state import empty_table
 from specinfer.ops import tree_ops
-from specinfer.ops.drawn import Drawing
 from specinfer.ops.logits import Truncation
 from specinfer.ops.tree_layout import unpack_bits
 from specinfer.ops.trees import Candidates, ChanceTable, DeviceDraws, DeviceTrees, Frontier, Limits, Sampling

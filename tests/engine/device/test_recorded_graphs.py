@@ -23,7 +23,7 @@ from on_device import (
 from recorded_graphs import RecordedGraph, Recorder, num_replays, record_graphs
 from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
-from specinfer.engine.device.size_choice import SizeChoice
+from specinfer.engine.device.captured_sizes import SizeChoice
 from specinfer.engine.engine import Engine
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.graph_runner import GraphRunner

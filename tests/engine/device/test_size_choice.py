@@ -9,10 +9,10 @@ import torch
 
 from on_device import CPU
 from specinfer.core.tree import TreeBudget
+from specinfer.engine.device.captured_sizes import CapturedSizes, SizeChoice
+from specinfer.engine.device.draft_shape import shape_of
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing
-from specinfer.engine.device.size_choice import CapturedSizes, SizeChoice
-from specinfer.engine.device.sizes import shape_of
 from specinfer.model.graphs.capture import Graphs
 
 CAPTURE = 0.1

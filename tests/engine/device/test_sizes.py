@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from specinfer.core.tree import OFF, TreeBudget, expansion_nodes
 from specinfer.drafters.kind import DraftKind
-from specinfer.engine.device.depth import LevelProbs
-from specinfer.engine.device.sizes import LEVELS, NODES, holds, holds_expansion, shape_of
+from specinfer.engine.device.budgets import LevelProbs
+from specinfer.engine.device.draft_shape import LEVELS, NODES, holds, holds_expansion, shape_of
 
 best_first = st.builds(
     lambda nodes, depth: TreeBudget(nodes, min(nodes, depth)), st.integers(1, 256), st.integers(1, 32)

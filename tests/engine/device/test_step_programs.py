@@ -14,12 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
-from specinfer.engine.device.adjusted_rows import AdjustedRows
-from specinfer.engine.device.draft_inputs import Tables
 from specinfer.engine.device.draft_loop import DeviceDrafter
-from specinfer.engine.device.draft_program import DraftProgram
+from specinfer.engine.device.draft_program import DraftProgram, Tables
 from specinfer.engine.device.logprobs import Asked
-from specinfer.engine.device.processing import Processing
+from specinfer.engine.device.processing import AdjustedRows, Processing
 from specinfer.model.batch import Piece
 from specinfer.model.definition import load_plain
 from specinfer.model.graphs.capture import SynchronizationCheck

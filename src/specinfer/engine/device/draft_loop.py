@@ -17,8 +17,8 @@ from specinfer.core.request import DRAWS_EACH
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.kind import DraftKind
-from specinfer.engine.device.columns import DraftColumns, PassInputs
-from specinfer.engine.device.growth import DraftShape, grow
+from specinfer.engine.device.draft_shape import DraftShape
+from specinfer.engine.device.growth import Drawing, grow
 from specinfer.engine.device.known_tokens import (
     DraftInputs,
     FirstPass,
@@ -29,13 +29,12 @@ from specinfer.engine.device.known_tokens import (
     KnownRoot,
     KnownTokens,
 )
-from specinfer.engine.device.passes import BlockPass, LevelPasses, Passes
+from specinfer.engine.device.passes import BlockPass, DraftColumns, LevelPasses, Passes, PassInputs
 from specinfer.engine.device.state import DeviceState, DraftState
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.forward import forward
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import tree_ops
-from specinfer.ops.drawn import Drawing
 from specinfer.ops.logits import Paths
 from specinfer.ops.trees import Candidates, DeviceDraws, DeviceTrees, Frontier, Guesses, Limits, Sampling, Walk
 

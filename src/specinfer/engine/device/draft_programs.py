@@ -23,17 +23,14 @@ from specinfer.drafters.draft_loop import GrownTree, Wanted
 from specinfer.drafters.growth.calibration import Calibration, source, source_of
 from specinfer.drafters.growth.draft_sampling import sampling_of
 from specinfer.drafters.self_drafter import BorrowedCache
-from specinfer.engine.device.adjusted_rows import AdjustedRows
-from specinfer.engine.device.depth import LevelProbs
-from specinfer.engine.device.draft_inputs import DraftRow, Numbers, Tables
+from specinfer.engine.device.budgets import LevelProbs
+from specinfer.engine.device.captured_sizes import CapturedSizes
 from specinfer.engine.device.draft_loop import DeviceDrafter
-from specinfer.engine.device.draft_program import DraftProgram
-from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.draft_program import DraftProgram, DraftRow, Numbers, Tables
+from specinfer.engine.device.draft_shape import NODES, DraftShape, holds, holds_expansion, shape_of
 from specinfer.engine.device.launch import Marks
 from specinfer.engine.device.launch_size import LaunchSize
-from specinfer.engine.device.processing import Processing, can_adjust
-from specinfer.engine.device.size_choice import CapturedSizes
-from specinfer.engine.device.sizes import NODES, holds, holds_expansion, shape_of
+from specinfer.engine.device.processing import AdjustedRows, Processing, can_adjust
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, at_least
 from specinfer.model.graphs.slot_table import Change

@@ -22,17 +22,16 @@ from specinfer.drafters import Drafter, MergedDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.budgets import DeviceBudgets
+from specinfer.engine.device.captured_sizes import capture_sizes, usual_processing, usual_sizes
+from specinfer.engine.device.draft_shape import shape_of
 from specinfer.engine.device.drafts import DeviceDrafts
-from specinfer.engine.device.drawn_requests import DrawnRequests
 from specinfer.engine.device.guesses import DeviceGuesses
 from specinfer.engine.device.launch import Launch
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
-from specinfer.engine.device.preparation import capture_sizes, usual_processing, usual_sizes
 from specinfer.engine.device.processing import READS_LOGITS, Processing, drawn_rule, why_not, why_not_sampled
 from specinfer.engine.device.rows import DeviceRows
-from specinfer.engine.device.served_requests import ServedRequests
-from specinfer.engine.device.sizes import shape_of
+from specinfer.engine.device.served_requests import DrawnRequests, ServedRequests
 from specinfer.engine.executor import Outcome, StepResult
 from specinfer.engine.learners import Learners
 from specinfer.engine.scheduler import Scheduler

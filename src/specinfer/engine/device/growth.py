@@ -11,135 +11,96 @@ confidence is a share of the whole vocabulary, which kernels read anyway, not of
 drawn.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from specinfer.drafters.growth.calibration import MIDDLE, RANKS
-from specinfer.drafters.kind import DraftKind
+from specinfer.engine.device.draft_shape import DraftShape
 from specinfer.ops import tree_ops
-from specinfer.ops.drawn import Drawing
+from specinfer.ops.cpu.choice import SUPPORT, most_probable
+from specinfer.ops.logits import Truncation
 from specinfer.ops.tree_layout import num_words, pack_bits
-from specinfer.ops.trees import Candidates, ChanceTable, DeviceTrees, Frontier, Guesses, Limits, Sampling
+from specinfer.ops.trees import (
+    Candidates,
+    ChanceTable,
+    DeviceDraws,
+    DeviceTrees,
+    DrawnRows,
+    Frontier,
+    Guesses,
+    Limits,
+    Sampling,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class DraftShape:
-    """The fixed sizes of a captured draft loop.
+class Drawing:
+    """The draws of one draft loop: these candidates replace those that were chosen.
 
-    Attributes:
-        frontiers: The number of nodes computed at each level; the first level is the root alone.
-        children: The number of candidates of each node of a level.
-        num_nodes: The largest number of drafted nodes in a tree, without the root.
-        num_guesses: The largest number of nodes that lookups propose.
-        guess_depth: The longest path that they propose, which may be longer than the levels of the draft loop.
-        kinds: Those of the drafters that grow such a tree each, before these are merged; none if lookups propose the
-            whole tree, and there are no levels.
+    Args:
+        is_drawn: [requests] bool, True for requests whose tokens are drawn.
+        streams: [requests] int64 seeds of the noise of their draws.
+        first: [requests] int64 number of the first draw of the tree.
+        truncation: Of the requests.
+        num_candidates: Candidates of each request.
+        out: The draws of the trees' nodes, in order, written to.
     """
 
-    frontiers: tuple[int, ...]
-    children: tuple[int, ...]
-    num_nodes: int
-    num_guesses: int = 0
-    guess_depth: int = 0
-    kinds: tuple[DraftKind, ...] = (DraftKind(),)
+    def __init__(
+        self,
+        is_drawn: Tensor,
+        streams: Tensor,
+        first: Tensor,
+        truncation: Truncation,
+        num_candidates: int,
+        out: DeviceDraws,
+    ) -> None:
+        self._drawn = DrawnRows(is_drawn, streams, first, truncation.temperatures)
+        self._truncation, self._out = truncation, out
+        self._candidates = DeviceDraws.empty(len(streams), num_candidates, out.tokens.shape[2], streams.device)
 
-    def __post_init__(self) -> None:
-        assert len(self.frontiers) == len(self.children)
-        assert self.frontiers[:1] == ((1,) if self.kinds else ())
-        grown = self._grown
-        assert all(width <= above for width, above in zip(self.frontiers[1:], grown[:-1], strict=True))
-        assert 1 <= self.num_nodes <= self.num_candidates
-
-    @property
-    def _grown(self) -> list[int]:
-        """Candidates of each level of one model."""
-        return [width * each for width, each in zip(self.frontiers, self.children, strict=True)]
-
-    def of_model(self, number: int) -> "DraftShape":
-        """Return the shape of one model's draft loop, whose guesses are the tree of the model before it."""
-        if not self.kinds:
-            return self
-        num_guesses = num_nodes = self.num_guesses
-        for kind in self.kinds[: number + 1]:
-            num_guesses, num_nodes = num_nodes, min(self.num_nodes, sum(self._grown[: kind.max_depth]) + num_nodes)
-        levels = slice(self.kinds[number].max_depth)
-        return DraftShape(
-            self.frontiers[levels], self.children[levels], num_nodes, num_guesses, self.max_depth, (self.kinds[number],)
+    def add_candidates(
+        self,
+        logits: Tensor,
+        frontier: Frontier,
+        first: int,
+        width: int,
+        table: ChanceTable,
+        limits: Limits,
+        candidates: Candidates,
+        accepted: Tensor | None = None,
+    ) -> None:
+        """Draw the candidates of a level; arguments as for `tree_ops.add_candidates`."""
+        values, ids = most_probable(logits.float(), min(SUPPORT, logits.shape[1]))
+        least = tree_ops.least_kept(values, self._truncation)
+        tree_ops.draw_candidates(
+            values, ids, least, self._drawn, frontier, first, width, table, limits, candidates, self._candidates,
+            accepted,
         )  # fmt: skip
+        num_in_use = (frontier.path_prob >= 0).sum(dim=1)  # such nodes come first
+        self._drawn = self._drawn._replace(numbers=self._drawn.numbers + num_in_use)
 
-    @property
-    def num_models(self) -> int:
-        return len(self.kinds)
+    def finish(
+        self, candidates: Candidates, roots: Tensor, root_columns: Tensor, limits: Limits, trees: DeviceTrees
+    ) -> None:
+        """Note what the nodes were drawn from; what was drawn for other candidates has not been looked at.
 
-    @property
-    def num_levels(self) -> int:
-        return len(self.frontiers)
-
-    def holds(self, other: "DraftShape") -> bool:
-        """Return whether every tree of the other shape also fits this one."""
-        levels = (zip(self.frontiers, other.frontiers, strict=False), zip(self.children, other.children, strict=False))
-        deep = (
-            self.guess_depth >= other.guess_depth
-            and self.num_levels >= other.num_levels
-            and self.num_nodes >= other.num_nodes
-        )
-        return (
-            deep
-            and self.kinds == other.kinds
-            and self.num_guesses >= other.num_guesses
-            and all(mine >= theirs for level in levels for mine, theirs in level)
-        )
-
-    @property
-    def max_depth(self) -> int:
-        return max(self.num_levels, self.guess_depth)
-
-    @property
-    def num_candidates(self) -> int:
-        return sum(sum(self._grown[: kind.max_depth]) for kind in self.kinds) + self.num_guesses
-
-    @property
-    def num_known(self) -> int:
-        """The largest number of known tokens that the drafter of one model's shape computes."""
-        kind = self.kinds[0]
-        return 1 + self.max_depth if kind.reads_paths else 1 if kind.shares_cache else 2
-
-    @property
-    def passes(self) -> list[Sequence[int]]:
-        """The distances from the root of the tokens of each pass after the known ones, of one model's shape."""
-        if self.kinds[0].block:
-            return [self.kinds[0].block]
-        distances = range(self.num_levels) if self.kinds[0].stores_drafts else [0] * self.num_levels
-        return [[distance] * width for distance, width in zip(distances[1:], self.frontiers[1:], strict=True)]
-
-    @property
-    def num_columns(self) -> int:
-        """The number of tokens computed for one request: known ones and those of later passes; the most of a model."""
-        if len(self.kinds) != 1:
-            return max((self.of_model(number).num_columns for number in range(len(self.kinds))), default=0)
-        return self.num_known + sum(map(len, self.passes))
-
-    @property
-    def num_slots(self) -> int:
-        """The target's slots for a request: of the root and the nodes, or of what a copy computes, if that is more."""
-        borrowed = [self.of_model(i).num_columns for i, kind in enumerate(self.kinds) if kind.borrows_slots]
-        return max([1 + self.num_nodes, *borrowed])
-
-    @property
-    def first_columns(self) -> tuple[int, ...]:
-        """The index of each pass's first token among these; known tokens come first."""
-        return (0, *accumulate(map(len, self.passes), initial=self.num_known))[: 1 + len(self.passes)]
-
-
-def empty_table(device: torch.device) -> ChanceTable:
-    """Return the tables of a calibration that has seen nothing; all chances are 0."""
-    points = torch.from_numpy(MIDDLE).float().to(device)
-    lines = torch.zeros(2, 3, RANKS * (len(points) + 1), device=device)
-    return ChanceTable(points, lines[0], lines[1])
+        Args:
+            candidates, roots, root_columns, limits: What `best_tree` formed the trees of.
+        """
+        requests, total = candidates.tokens.shape
+        numbers = torch.arange(total, dtype=torch.int32, device=roots.device).repeat(requests, 1)
+        numbered = replace(trees, columns=torch.empty_like(trees.columns))
+        tree_ops.best_tree(
+            candidates.path_prob, replace(candidates, columns=numbers), roots, root_columns, limits, numbered
+        )  # fmt: skip
+        nodes = torch.arange(1, trees.tokens.shape[1], dtype=torch.int32, device=roots.device)
+        is_draw = (nodes < trees.sizes.unsqueeze(1)) & self._drawn.is_drawn.unsqueeze(1)
+        self._out.nodes.copy_(torch.where(is_draw, nodes, -1))
+        chosen = numbered.columns[:, 1:].clamp(min=0).long().unsqueeze(2).expand_as(self._out.tokens)
+        for place, drawn in ((self._out.tokens, self._candidates.tokens), (self._out.probs, self._candidates.probs)):
+            torch.gather(drawn, 1, chosen, out=place)
 
 
 # -> [requests * frontier, vocab] logits after each of these nodes, the least score of a token that may follow, and the

@@ -12,9 +12,8 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter
 from specinfer.drafters.growth.calibration import Calibration, source
-from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.draft_shape import LEVELS, DraftShape, shape_of_guesses
 from specinfer.engine.device.launch import DeviceRequest, Guess
-from specinfer.engine.device.sizes import LEVELS, shape_of_guesses
 
 
 class DeviceGuesses:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.drafters.sparse_context import kept_slots
-from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.draft_shape import DraftShape
 from specinfer.engine.device.state import DeviceState, DraftState
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.runner import ModelRunner

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.draft_shape import DraftShape
 from specinfer.engine.device.logprobs import Asked, result_shapes
 from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.state import Exchange

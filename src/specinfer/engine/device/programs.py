@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from specinfer.engine.device.draft_loop import DeviceDrafter, DraftLoop
-from specinfer.engine.device.drawn_walk import walk_drawn
-from specinfer.engine.device.growth import DraftShape
+from specinfer.engine.device.draft_shape import DraftShape
 from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.launch_size import LaunchSize, TreeNames
 from specinfer.engine.device.logprobs import write_logprobs, write_node_logprobs
@@ -30,7 +29,7 @@ from specinfer.ops import AdapterRows, tree_ops
 from specinfer.ops.cpu.choice import SUPPORT
 from specinfer.ops.logits import Adjustments, Paths
 from specinfer.ops.tree_layout import TreeLayout
-from specinfer.ops.trees import DeviceDraws, DeviceTrees, Guesses, Limits
+from specinfer.ops.trees import DeviceDraws, DeviceTrees, Guesses, Limits, WalkInputs
 
 
 class _Nodes(NamedTuple):
@@ -225,7 +224,12 @@ class Programs:
             choices, nodes.starts[:-1], trees.tokens, trees.parents, trees.sizes, max_depth=self.size.max_depth
         )
         if self._draws is not None and self.size.rule is not None:
-            walk_drawn(self.size.rule, state, trees, self._draws, logits, least, nodes.starts[:-1], walked)
+            draws, sizes = self._draws, torch.where(state.is_drawn[:rows], trees.sizes, 0)
+            inputs = WalkInputs(
+                logits, nodes.starts[:-1], state.temperatures[:rows], trees.tokens, trees.parents, sizes,
+                draws.nodes, draws.tokens, draws.probs, state.uniforms[:rows], least,
+            )  # fmt: skip
+            tree_ops.walk_of(self.size.rule)(inputs, out=walked)
             results["uniforms"].copy_(state.uniforms[:rows].view(torch.int32).view(rows, 2))
         path, lengths, following = walked
         tree_ops.commit(state.slots[:rows], state.known[:rows], nodes.slots, path, lengths)

@@ -14,14 +14,14 @@ from specinfer.core.draws import Floats
 from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import DRAWS_EACH, Request
 from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.engine.device.captured_sizes import CapturedSizes
 from specinfer.engine.device.draft_loop import DeviceDrafter
+from specinfer.engine.device.draft_shape import RECOMPUTED
 from specinfer.engine.device.launch import Answers, Launch, Marks
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.processing import Processing, make_adjustments, write_adjustments, write_truncation
 from specinfer.engine.device.programs import Programs
-from specinfer.engine.device.size_choice import CapturedSizes
-from specinfer.engine.device.sizes import RECOMPUTED
 from specinfer.engine.device.state import DeviceState
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.sizes import at_least, max_rows

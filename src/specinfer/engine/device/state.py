@@ -9,13 +9,20 @@ import torch
 from torch import Tensor
 
 from specinfer.core.sampling import MAX_LOGPROB_TOKEN_IDS
+from specinfer.drafters.growth.calibration import MIDDLE, RANKS
 from specinfer.drafters.kind import DraftKind
-from specinfer.engine.device.growth import empty_table
 from specinfer.ops.logits import Truncation
 from specinfer.ops.trees import ChanceTable
 
 Ints = npt.NDArray[np.int32]
 _ALIGNED = 4  # 32-bit numbers
+
+
+def empty_table(device: torch.device) -> ChanceTable:
+    """Return the tables of a calibration that has seen nothing; all chances are 0."""
+    points = torch.from_numpy(MIDDLE).float().to(device)
+    lines = torch.zeros(2, 3, RANKS * (len(points) + 1), device=device)
+    return ChanceTable(points, lines[0], lines[1])
 
 
 @dataclass(frozen=True, slots=True)

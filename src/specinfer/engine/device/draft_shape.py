@@ -1,12 +1,123 @@
-"""A small set of shapes that hold the trees of all policies, so that few programs are captured."""
+"""DraftShape: the fixed sizes of a draft loop, of which a small set holds the trees of all policies."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.growth.tree_batch import BEST_FIRST_WIDTH
 from specinfer.drafters.kind import DraftKind
-from specinfer.engine.device.growth import DraftShape
 from specinfer.model.graphs.sizes import at_least
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """The fixed sizes of a captured draft loop.
+
+    Attributes:
+        frontiers: The number of nodes computed at each level; the first level is the root alone.
+        children: The number of candidates of each node of a level.
+        num_nodes: The largest number of drafted nodes in a tree, without the root.
+        num_guesses: The largest number of nodes that lookups propose.
+        guess_depth: The longest path that they propose, which may be longer than the levels of the draft loop.
+        kinds: Those of the drafters that grow such a tree each, before these are merged; none if lookups propose the
+            whole tree, and there are no levels.
+    """
+
+    frontiers: tuple[int, ...]
+    children: tuple[int, ...]
+    num_nodes: int
+    num_guesses: int = 0
+    guess_depth: int = 0
+    kinds: tuple[DraftKind, ...] = (DraftKind(),)
+
+    def __post_init__(self) -> None:
+        assert len(self.frontiers) == len(self.children)
+        assert self.frontiers[:1] == ((1,) if self.kinds else ())
+        grown = self._grown
+        assert all(width <= above for width, above in zip(self.frontiers[1:], grown[:-1], strict=True))
+        assert 1 <= self.num_nodes <= self.num_candidates
+
+    @property
+    def _grown(self) -> list[int]:
+        """Candidates of each level of one model."""
+        return [width * each for width, each in zip(self.frontiers, self.children, strict=True)]
+
+    def of_model(self, number: int) -> "DraftShape":
+        """Return the shape of one model's draft loop, whose guesses are the tree of the model before it."""
+        if not self.kinds:
+            return self
+        num_guesses = num_nodes = self.num_guesses
+        for kind in self.kinds[: number + 1]:
+            num_guesses, num_nodes = num_nodes, min(self.num_nodes, sum(self._grown[: kind.max_depth]) + num_nodes)
+        levels = slice(self.kinds[number].max_depth)
+        return DraftShape(
+            self.frontiers[levels], self.children[levels], num_nodes, num_guesses, self.max_depth, (self.kinds[number],)
+        )  # fmt: skip
+
+    @property
+    def num_models(self) -> int:
+        return len(self.kinds)
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.frontiers)
+
+    def holds(self, other: "DraftShape") -> bool:
+        """Return whether every tree of the other shape also fits this one."""
+        levels = (zip(self.frontiers, other.frontiers, strict=False), zip(self.children, other.children, strict=False))
+        deep = (
+            self.guess_depth >= other.guess_depth
+            and self.num_levels >= other.num_levels
+            and self.num_nodes >= other.num_nodes
+        )
+        return (
+            deep
+            and self.kinds == other.kinds
+            and self.num_guesses >= other.num_guesses
+            and all(mine >= theirs for level in levels for mine, theirs in level)
+        )
+
+    @property
+    def max_depth(self) -> int:
+        return max(self.num_levels, self.guess_depth)
+
+    @property
+    def num_candidates(self) -> int:
+        return sum(sum(self._grown[: kind.max_depth]) for kind in self.kinds) + self.num_guesses
+
+    @property
+    def num_known(self) -> int:
+        """The largest number of known tokens that the drafter of one model's shape computes."""
+        kind = self.kinds[0]
+        return 1 + self.max_depth if kind.reads_paths else 1 if kind.shares_cache else 2
+
+    @property
+    def passes(self) -> list[Sequence[int]]:
+        """The distances from the root of the tokens of each pass after the known ones, of one model's shape."""
+        if self.kinds[0].block:
+            return [self.kinds[0].block]
+        distances = range(self.num_levels) if self.kinds[0].stores_drafts else [0] * self.num_levels
+        return [[distance] * width for distance, width in zip(distances[1:], self.frontiers[1:], strict=True)]
+
+    @property
+    def num_columns(self) -> int:
+        """The number of tokens computed for one request: known ones and those of later passes; the most of a model."""
+        if len(self.kinds) != 1:
+            return max((self.of_model(number).num_columns for number in range(len(self.kinds))), default=0)
+        return self.num_known + sum(map(len, self.passes))
+
+    @property
+    def num_slots(self) -> int:
+        """The target's slots for a request: of the root and the nodes, or of what a copy computes, if that is more."""
+        borrowed = [self.of_model(i).num_columns for i, kind in enumerate(self.kinds) if kind.borrows_slots]
+        return max([1 + self.num_nodes, *borrowed])
+
+    @property
+    def first_columns(self) -> tuple[int, ...]:
+        """The index of each pass's first token among these; known tokens come first."""
+        return (0, *accumulate(map(len, self.passes), initial=self.num_known))[: 1 + len(self.passes)]
+
 
 # With the root 2, 3, 4, 6, 8, 12, 16, ... rows, so that those of all requests fill the blocks of kernels.
 NODES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255, 256)
