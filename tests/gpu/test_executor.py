@@ -70,7 +70,7 @@ def test_tokens_are_drawn_on_the_device(tree: str, rule: str, model_folder: Call
     assert [len(one) for one in tokens] == [len(one) for one in wanted]
     assert [tokens[0], tokens[4]] == [wanted[0], wanted[4]]
     assert executor_of(llm.engine) is executor, "no step has failed"
-    assert any(size.rule == rule and size.shape for size in executor._device._captured.found)
+    assert any(size.rule == rule and size.shape for size in executor._device.sizes.found)
     accepted = [dict(one.metrics.speculative_decoding)["mean_acceptance_length"] for one in outputs]
     assert tree == "auto" or min(accepted[1], accepted[3]) > 1.5
 
@@ -131,7 +131,7 @@ def test_steps_of_the_device_add_what_the_adapter_of_each_request_adds(
         if not options:
             assert isinstance(executor, DeviceExecutor)
             assert llm.engine.executors[0] is executor, "no step has failed"
-            assert any(size.adapts for size in executor._device._captured.found)
+            assert any(size.adapts for size in executor._device.sizes.found)
     assert found[0] == found[1] == found[2]
     assert found[0] != _tokens(_llm(folder, small, "off"))
 

@@ -133,9 +133,9 @@ def test_steps_without_adapters_need_no_adapter_slots(models: Models) -> None:
     assert not sizes[0].holds(sizes[1])
     engine = models.engine(None)
     run(engine, models.requests(adapts=False))
-    assert not any(size.adapts for size in executor_of(engine)._device._captured.found)
+    assert not any(size.adapts for size in executor_of(engine)._device.sizes.found)
     run(engine, models.requests())
-    assert any(size.adapts for size in executor_of(engine)._device._captured.found)
+    assert any(size.adapts for size in executor_of(engine)._device.sizes.found)
 
 
 def test_requests_with_adapters_take_ordinary_steps_where_there_are_no_adapter_slots(models: Models) -> None:

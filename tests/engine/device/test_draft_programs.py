@@ -358,14 +358,14 @@ def test_loops_that_there_is_no_memory_for_grow_level_by_level(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """And those of fewer requests are captured all the same."""
-    capture = DraftPrograms._capture
+    make = DraftPrograms._made
 
-    def captured(self: DraftPrograms, size: LaunchSize) -> Any:
+    def made(self: DraftPrograms, size: LaunchSize) -> Any:
         if size.num_rows > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return capture(self, size)
+        return make(self, size)
 
-    monkeypatch.setattr(DraftPrograms, "_capture", captured)
+    monkeypatch.setattr(DraftPrograms, "_made", made)
     engine = _engine(pair, TREES["wide"])
     assert come_and_go(engine, 3) == plain
     assert {None, 1} == set(drafts)

@@ -148,7 +148,7 @@ def test_best_first_trees_are_cut_where_slots_are_few(num_slots: int, rule: str,
     engine, requests = _engine(pair, rule, TreeBudget(30, 4), num_slots=num_slots), _requests()
     assert run_on_device(engine, requests) == set(requests)
     assert all(request.is_finished and not request.error for request in requests)
-    sizes = {size.shape.num_nodes for size in executor_of(engine)._device._captured.found if size.shape}
+    sizes = {size.shape.num_nodes for size in executor_of(engine)._device.sizes.found if size.shape}
     assert min(sizes) < 30, "trees are smaller than wanted"
     assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 4
     check_left(engine)

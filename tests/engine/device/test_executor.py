@@ -417,10 +417,10 @@ def test_sizes_that_are_captured_before_any_request_comes(pair: Pair, monkeypatc
     executor, told = executor_of(engine), list[tuple[int, int]]()
     executor.prepare([TREES["2,2,1"]], lambda _, done, count: told.append((done, count)))
     assert told == [(i, 6) for i in range(7)], "1, 2 and 4 requests, with guesses and without"
-    ready = set(executor._device._captured.found)
+    ready = set(executor._device.sizes.found)
     run(engine, _requests())
     assert executor.num_launched > 4
-    assert set(executor._device._captured.found) == ready, "at the end of a request, too, steps are as large"
+    assert set(executor._device.sizes.found) == ready, "at the end of a request, too, steps are as large"
 
 
 def test_the_sizes_captured_first_process_logits_as_the_model_recommends(
@@ -432,13 +432,13 @@ def test_the_sizes_captured_first_process_logits_as_the_model_recommends(
     engine = make_device_engine(target, pair[1], TREES["2,2,1"], max_num_seqs=4)
     executor = executor_of(engine)
     executor.prepare([TREES["2,2,1"]])
-    ready = set(executor._device._captured.found)
+    ready = set(executor._device.sizes.found)
     assert {size.processing for size in ready} == {Processing.ADJUSTMENT}
     params = SamplingParams(max_tokens=8, top_k=20, repetition_penalty=1.1)
     requests = [make_request("0", PROMPTS[0], params), make_request("1", PROMPTS[1], replace(GREEDY, max_tokens=8))]
     run(engine, requests)
     assert executor.num_launched > 1
-    assert set(executor._device._captured.found) == ready
+    assert set(executor._device.sizes.found) == ready
 
 
 def test_kernels_that_few_requests_need_are_compiled_at_the_start(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +447,7 @@ def test_kernels_that_few_requests_need_are_compiled_at_the_start(pair: Pair, mo
     engine = make_device_engine(*pair, TREES["2,2,1"], max_num_seqs=2)
     executor_of(engine).prepare([TREES["2,2,1"]])
     assert compiled == ["draft", "verify", "verify"] * 2 + ["draft", "score", "walk"]
-    [programs] = [executor_of(engine)._device._made(size) for size in executor_of(engine)._device._captured.found][:1]
+    [programs] = [executor_of(engine)._device._made(size) for size in executor_of(engine)._device.sizes.found][:1]
     assert programs._adjustments is None, "memory for them is reserved when a request has some"
 
 
@@ -762,7 +762,7 @@ def check_that_programs_can_be_captured(pair: Pair) -> None:
     for _ in range(3):
         engine.step()
     watch = Watch()
-    for ready in executor_of(engine)._device._captured.found.values():
+    for ready in executor_of(engine)._device.sizes.found.values():
         ready.programs.inputs.clear()
         with torch.inference_mode(), watch:
             ready.programs.draft()
@@ -824,11 +824,11 @@ def test_programs_touch_nothing_when_no_request_is_there(pair: Pair) -> None:
     kept = [tensor for pool in pools for tensor in (*pool.keys, *pool.values)]
     kept += [tensor[:-1] for pool in pools for tensor in pool.taps.values()]  # padding has the last row
     before = [tensor.clone() for tensor in (*state, *kept)]
-    for ready in rows._captured.found.values():
+    for ready in rows.sizes.found.values():
         ready.programs.inputs.clear()
         with torch.inference_mode():
-            ready.draft and ready.draft()
-            ready.verify()
+            for part in ready.runs:
+                part and part()
     for tensor, was in zip((*state, *kept), before, strict=True):
         assert torch.equal(tensor, was) or (tensor.isnan() == was.isnan()).all()
     while engine.has_work:

@@ -75,12 +75,12 @@ def test_trees_that_fit_no_size_are_cut_until_that_has_cost_as_much_as_a_capture
 def test_sizes_without_memory_are_not_tried_again_until_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Graphs, "median_seconds", CAPTURE)
     runner: Any = SimpleNamespace(num_replaced=0)
-    sizes, wide, deep = CapturedSizes[LaunchSize](Graphs(CPU), [runner]), _size(1, 32, 4), _size(1, 32, 16)
+    sizes, wide, deep = CapturedSizes[Any](Graphs(CPU), [runner], "steps"), _size(1, 32, 4), _size(1, 32, 16)
 
-    def capture(size: LaunchSize) -> LaunchSize:
+    def capture(size: LaunchSize) -> Any:
         if size.holds(wide):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return size
+        return SimpleNamespace(parts=())
 
     def choose(wanted: LaunchSize, *, may_cut: bool = False) -> LaunchSize | None:
         return sizes.choose(wanted, 64, num_captures=1, may_cut=may_cut)
@@ -103,11 +103,11 @@ def test_after_a_change_of_the_weights_the_size_that_is_wanted_is_captured(monke
     """And not a larger one that was ready before."""
     monkeypatch.setattr(Graphs, "median_seconds", CAPTURE)
     runner: Any = SimpleNamespace(num_replaced=0)
-    sizes, captured = CapturedSizes[LaunchSize](Graphs(CPU), [runner]), list[LaunchSize]()
+    sizes, captured = CapturedSizes[Any](Graphs(CPU), [runner], "steps"), list[LaunchSize]()
 
-    def capture(size: LaunchSize) -> LaunchSize:
+    def capture(size: LaunchSize) -> Any:
         captured.append(size)
-        return size
+        return SimpleNamespace(parts=())
 
     sizes.of(LARGE, capture)
     assert sizes.choose(SMALL, 64, num_captures=1) == LARGE

@@ -1,28 +1,21 @@
 """CapturedSizes: the sizes that programs are captured for, and whether a step runs in its own size or a larger one."""
 
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, progress_of
-from specinfer.core.sampling import SamplingParams
-from specinfer.core.tree import TreeBudget
-from specinfer.drafters.kind import DraftKind
-from specinfer.engine.device.draft_shape import DraftShape, holds, shape_of, shape_of_guesses
 from specinfer.engine.device.launch_size import LaunchSize
-from specinfer.engine.device.logprobs import Asked
-from specinfer.engine.device.processing import Processing
-from specinfer.engine.device.rows import DeviceRows
-from specinfer.model.graphs.capture import CaptureError, Graphs
-from specinfer.model.graphs.sizes import REQUESTS
+from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.runner import ModelRunner
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 _MEMORY = 0.8  # decay per step of what is remembered of a size's time
 _MAX_SIZES = 64  # captured at the same time; the least recently used one is dropped
@@ -93,22 +86,46 @@ class SizeChoice:
         return best if anew is None or self._lost[wanted] < capture_seconds else anew
 
 
-class CapturedSizes(Generic[T]):
+class SizedPrograms(Protocol):
+    """The programs of one size, over static buffers."""
+
+    @property
+    def parts(self) -> Sequence[Program | None]:
+        """The programs in their order; None in the place of one that the size does not have."""
+        ...
+
+
+P = TypeVar("P", bound=SizedPrograms)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured(Generic[P]):
+    """The programs of one size, and their parts as they are run: captured, on devices that support it."""
+
+    programs: P
+    runs: tuple[Program | None, ...]
+
+
+class CapturedSizes(Generic[P]):
     """The captured programs of each size, which are dropped when weights change.
 
     Args:
         runners: Runners whose weights captured programs read.
+        name: Name of the programs, for messages.
 
     Attributes:
         found: What is captured, by size.
+        captured_at: Time at which the programs of a size were last captured, by `time.perf_counter`.
+        is_capturable: False after a capture that failed for another reason than a lack of memory.
     """
 
-    def __init__(self, graphs: Graphs, runners: Sequence[ModelRunner]) -> None:
-        self._graphs, self._runners = graphs, runners
+    def __init__(self, graphs: Graphs, runners: Sequence[ModelRunner], name: str) -> None:
+        self._graphs, self._runners, self._name = graphs, runners, name
         self._choice = SizeChoice()
-        self.found: OrderedDict[LaunchSize, T] = OrderedDict()
+        self.found: OrderedDict[LaunchSize, Captured[P]] = OrderedDict()
         self._too_large: list[LaunchSize] = []  # there was no memory to capture them
         self._versions = self._now()
+        self.captured_at, self.is_capturable = 0.0, True
 
     def _now(self) -> list[int]:
         return [runner.num_replaced for runner in self._runners]
@@ -135,15 +152,16 @@ class CapturedSizes(Generic[T]):
         """Learn how long a step took on the device."""
         self._choice.observe(size, seconds)
 
-    def of(self, size: LaunchSize, capture: Callable[[LaunchSize], T]) -> T:
-        """Return what is captured of a size.
+    def of(self, size: LaunchSize, make: Callable[[LaunchSize], P], *, compiles: bool = False) -> Captured[P]:
+        """Return the programs of a size, which are captured if they were not before.
 
         Args:
-            capture: Function that captures what the size needs, if it was not captured before.
+            make: Function that makes the programs of a size, without requests, as captures run them.
+            compiles: Whether to compile their kernels together first.
 
         Raises:
-            CaptureError: It cannot be captured.
-            torch.OutOfMemoryError: There is no memory to capture it.
+            CaptureError: They cannot be captured.
+            torch.OutOfMemoryError: There is no memory to capture them.
         """
         self._drop_old()
         if size not in self.found:
@@ -151,12 +169,57 @@ class CapturedSizes(Generic[T]):
                 self._graphs.wait()
                 self._choice.forget(self.found.popitem(last=False)[0])
             try:
-                self.found[size] = capture(size)
+                programs = make(size)
+                if compiles:
+                    self._graphs.compile(filter(None, programs.parts))
+                runs = tuple(part and self._graphs.captured(part) for part in programs.parts)
+                self.found[size] = Captured(programs, runs)
             except torch.OutOfMemoryError:
                 self._too_large.append(size)
                 raise
+            except CaptureError:
+                self.is_capturable = False
+                raise
+            self.captured_at = time.perf_counter()
         self.found.move_to_end(size)
         return self.found[size]
+
+    def try_of(
+        self, size: LaunchSize, make: Callable[[LaunchSize], P], instead: str = "", *, compiles: bool = False
+    ) -> Captured[P] | None:
+        """Return the programs of a size, or None, with a warning, if they cannot be captured.
+
+        Args:
+            instead: What is done then, for the warning.
+        """
+        try:
+            return self.of(size, make, compiles=compiles)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            requests = f" for {size.num_rows} requests" if self.is_capturable else ""  # smaller sizes may be, then
+            logger.warning("%s cannot be captured%s%s: %s", self._name, requests, instead, first_line(error))
+            return None
+
+    def prepare(
+        self,
+        sizes: Sequence[LaunchSize],
+        make: Callable[[LaunchSize], P],
+        progress: ProgressCallback | None,
+        rarer: Sequence[LaunchSize] = (),
+    ) -> None:
+        """Compile and capture each size that there is memory for, until one cannot be captured.
+
+        Args:
+            rarer: Sizes with kernels that only some requests need. They are compiled, and captured with the first such
+                request.
+        """
+        programs = (part for size in (*sizes, *rarer) for part in make(size).parts if part is not None)
+        self._graphs.compile(programs, progress=progress_of(progress, f"{COMPILING} of {self._name}"))
+        report = progress_of(progress, f"{CAPTURING} of {self._name}")
+        for done, size in enumerate(sizes):
+            report(done, len(sizes))
+            if self.try_of(size, make) is None and not self.is_capturable:
+                return  # the first step fails too
+        report(len(sizes), len(sizes))
 
     def _drop_old(self) -> None:
         """Drop what is captured if weights have changed since: captured programs read the old ones."""
@@ -179,73 +242,3 @@ def _cost(size: LaunchSize) -> tuple[int, ...]:
         size.is_traced,
         size.num_recomputed,
     )
-
-
-logger = logging.getLogger(__name__)
-
-
-def usual_processing(rows: DeviceRows, sampling_defaults: Mapping[str, Any], *, may_sample: bool) -> Processing:
-    """Return the processing of logits that a model's own sampling parameters need, as far as there is memory for it."""
-    defaults = dict(sampling_defaults)
-    if not may_sample:
-        defaults["temperature"] = 0.0
-    processing = Processing.of(SamplingParams(**defaults))
-    can_process = processing < Processing.ADJUSTMENT or rows.can_adjust()
-    return processing if can_process else Processing.TRUNCATION
-
-
-def usual_sizes(
-    rows: DeviceRows,
-    budgets: Sequence[TreeBudget],
-    processing: Processing,
-    rule: str | None,
-    kinds: Sequence[DraftKind],
-    *,
-    has_lookups: bool,
-) -> list[LaunchSize]:
-    """Return the sizes of plain steps and of those with trees of these budgets, the largest first.
-
-    Args:
-        rule: Verification rule of requests whose tokens are drawn, or None if there are none.
-        kinds: Those of the drafters that grow a tree each.
-        has_lookups: Whether lookups propose tokens, too.
-    """
-    sizes: list[LaunchSize] = []
-    for count in [count for count in REQUESTS if count <= rows.num_rows][::-1]:
-        most = rows.max_rows // count
-        shapes: list[DraftShape | None] = [None]
-        for budget in filter(holds, budgets if kinds or has_lookups else ()):
-            guess_depth = budget.max_depth if has_lookups else 0
-            shapes.append(
-                shape_of([budget], most - 1, most, guess_depth, kinds)
-                if kinds
-                else shape_of_guesses(min(budget.max_nodes, most - 1), budget.max_depth, most - 1)
-            )
-        recomputed = rows.num_recomputed(max(shape.max_depth for shape in shapes if shape) if any(shapes) else 1)
-        sizes += dict.fromkeys(
-            LaunchSize(count, shape, processing, rule=rule, num_recomputed=recomputed) for shape in shapes[::-1]
-        )
-    return sizes
-
-
-def capture_sizes(rows: DeviceRows, sizes: Sequence[LaunchSize], progress: ProgressCallback | None) -> None:
-    """Compile and capture the programs of each size that there is memory for, until one cannot be captured.
-
-    Kernels that only some requests need are compiled, too. Their steps are captured when the first such request comes.
-    """
-    largest = next((size for size in sizes if size.shape is not None), sizes[0])
-    rarer = replace(
-        largest, processing=Processing.ADJUSTMENT, asked=Asked(1, 1), adapts=rows.takes_adapters, is_masked=True
-    )
-    rows.compile([*sizes, rarer], progress_of(progress, f"{COMPILING} of whole steps"))
-    report = progress_of(progress, f"{CAPTURING} of whole steps")
-    for done, size in enumerate(sizes):
-        report(done, len(sizes))
-        try:
-            rows.prepare(size)
-        except torch.OutOfMemoryError as error:
-            logger.warning("not all steps on the device could be captured: %s", first_line(error))
-        except CaptureError as error:  # the first step fails too
-            logger.warning("steps on the device could not be captured: %s", first_line(error))
-            return
-    report(len(sizes), len(sizes))

@@ -25,6 +25,7 @@ from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.masks import write_masks
 from specinfer.engine.device.processing import AdjustedRows, Processing
 from specinfer.engine.device.state import DeviceState, DraftState, Exchange
+from specinfer.model.graphs.capture import Program
 from specinfer.model.graphs.slot_table import Change, SlotTable
 from specinfer.model.kv_cache import Slots
 from specinfer.ops import tree_ops
@@ -235,6 +236,10 @@ class DraftProgram:
                 truncation=truncation,
                 drafts=(own,),
             )
+
+    @property
+    def parts(self) -> tuple[Program]:
+        return (self,)
 
     def __call__(self) -> None:
         """Grow the trees of all requests that were written."""

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from specinfer.core.draws import Floats
-from specinfer.core.errors import first_line
-from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, progress_of
+from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request
 from specinfer.core.rules import MULTI_STEP
 from specinfer.core.tree import TreeBudget
@@ -31,7 +30,7 @@ from specinfer.engine.device.draft_shape import NODES, DraftShape, holds, holds_
 from specinfer.engine.device.launch import Marks
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import AdjustedRows, Processing, can_adjust
-from specinfer.model.graphs.capture import CaptureError, Graphs, Program
+from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, at_least
 from specinfer.model.graphs.slot_table import Change
 from specinfer.model.kv_cache import NO_SLOTS, KVCache, Slots
@@ -84,8 +83,8 @@ class DraftPrograms:
         self._num_rows = at_least(REQUESTS, runner.max_requests) or REQUESTS[-1]
         context = min(reader.loaded.max_position, reader.cache.num_slots)
         self._tables = Tables.of(self._kind, self._num_rows, context, self._place)
-        self._sizes = CapturedSizes[tuple[DraftProgram, Program]](graphs, [runner])
-        self._level_probs, self._is_capturable = LevelProbs(), True
+        self._sizes = CapturedSizes[DraftProgram](graphs, [runner], f"the draft loop of {self._name}")
+        self._level_probs = LevelProbs()
         self._adjusted = AdjustedRows(self._num_rows, target_vocab, self._place)
 
     @property
@@ -97,7 +96,7 @@ class DraftPrograms:
 
     def fitting(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Return those whose trees a program can grow."""
-        return [one for one in wanted if self._is_capturable and self._can_draft(*one)][: self._num_rows]
+        return [one for one in wanted if self._sizes.is_capturable and self._can_draft(*one)][: self._num_rows]
 
     def _can_draft(self, request: Request, budget: TreeBudget) -> bool:
         if not holds(budget) or (request.adapter is not None and self._kind.shares_cache) or not can_adjust(request):
@@ -127,10 +126,14 @@ class DraftPrograms:
         chance = max(self._calibration.by_rank(source(self._name, request))[0] for request in requests)
         budgets = self._level_probs.cut([budget for _, budget in wanted], float(chance))
         size = self._size_of(requests, budgets)
-        ready = self._captured(size) if size is not None else None
-        if ready is None:
+        if size is None:
             return None
-        program, run = ready
+        with on_device(self._place), torch.inference_mode():
+            captured = self._sizes.try_of(size, self._made, ", so ordinary steps wait for each level", compiles=True)
+        if captured is None:
+            return None
+        program, (run,) = captured.programs, captured.runs
+        assert run is not None
         for request in requests:
             if self._num_unread(request) > program.shape.num_known:
                 self._cache.read_known(request)
@@ -175,11 +178,6 @@ class DraftPrograms:
         sizes = filter(self._sizes.has_memory, (chosen or wanted, wanted))
         return next((size for size in sizes if self._has_room(requests, size)), None)
 
-    def _capture(self, size: LaunchSize) -> tuple[DraftProgram, Program]:
-        program = self._made(size)
-        self._graphs.compile([program])
-        return program, self._graphs.captured(program)
-
     def _made(self, size: LaunchSize) -> DraftProgram:
         """Return a program without requests, as captures run it."""
         drafter = DeviceDrafter(self.runner, self._kind, self._vocabulary.to_target)
@@ -192,28 +190,8 @@ class DraftPrograms:
         counts = [count for count in REQUESTS if count <= self._num_rows][::-1]
         shapes = [(count, self._shape_of([one], count)) for count in counts for one in filter(holds, budgets[::-1])]
         sizes = list(dict.fromkeys(LaunchSize(count, shape, processing) for count, shape in shapes if shape))
-        of_loop = f"of the draft loop of {self._name}"
         with on_device(self._place), torch.inference_mode():
-            self._graphs.compile(map(self._made, sizes), progress=progress_of(progress, f"{COMPILING} {of_loop}"))
-            report = progress_of(progress, f"{CAPTURING} {of_loop}")
-            for done, size in enumerate(sizes):
-                report(done, len(sizes))
-                if self._captured(size) is None and not self._is_capturable:
-                    return
-        report(len(sizes), len(sizes))
-
-    def _captured(self, size: LaunchSize) -> tuple[DraftProgram, Program] | None:
-        """Return the program of a size, captured, or None if none can be captured."""
-        try:
-            with on_device(self._place), torch.inference_mode():
-                return self._sizes.of(size, self._capture)
-        except (CaptureError, torch.OutOfMemoryError) as error:
-            self._is_capturable = isinstance(error, torch.OutOfMemoryError)  # smaller sizes may be, then
-            logger.warning(
-                "the draft loop of %s cannot be captured%s, so ordinary steps wait for each level: %s",
-                self._name, f" for {size.num_rows} requests" if self._is_capturable else "", first_line(error),
-            )  # fmt: skip
-            return None
+            self._sizes.prepare(sizes, self._made, progress)
 
     # ---------------------------------------------------------------------------------------------- a draft
 

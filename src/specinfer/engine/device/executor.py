@@ -22,7 +22,6 @@ from specinfer.drafters import Drafter, MergedDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.budgets import DeviceBudgets
-from specinfer.engine.device.captured_sizes import capture_sizes, usual_processing, usual_sizes
 from specinfer.engine.device.draft_shape import shape_of
 from specinfer.engine.device.drafts import DeviceDrafts
 from specinfer.engine.device.guesses import DeviceGuesses
@@ -128,13 +127,10 @@ class DeviceExecutor:
         parameters need; others are captured when they are worth it.
         """
         assert not self.requests, "programs change the state of rows when their kernels are compiled"
-        rows, may_sample = self._device, self._may_sample
-        processing = usual_processing(rows, self._target.loaded.sampling_defaults, may_sample=may_sample)
-        rule = self._drawn.rule if may_sample else None
-        sizes = usual_sizes(
-            rows, budgets, processing, rule, self._drafts.kinds, has_lookups=self._guesses.has_lookups
-        )  # fmt: skip
-        capture_sizes(rows, sizes, progress)
+        defaults, rule = dict(self._target.loaded.sampling_defaults), self._drawn.rule
+        if not self._may_sample:
+            defaults["temperature"], rule = 0.0, None
+        self._device.prepare(budgets, defaults, rule, progress, has_lookups=self._guesses.has_lookups)
 
     # ---------------------------------------------------------------------------------------- launch
 
@@ -267,8 +263,8 @@ class DeviceExecutor:
     def _read(self, launch: Launch) -> StepResult:
         """Wait for a step, and free what is not kept of its slots."""
         draft_time, target_time = launch.wait()
-        self._device.observe(launch.size, draft_time + target_time)
-        launch.clock.skip_to(self._device.captured_at)  # until then nothing was computed
+        self._device.sizes.observe(launch.size, draft_time + target_time)
+        launch.clock.skip_to(self._device.sizes.captured_at)  # until then nothing was computed
         self._budgets.observe(launch.path_prob())
         outcomes = []
         for row, one in enumerate(launch.device_requests):

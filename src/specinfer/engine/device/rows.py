@@ -1,8 +1,7 @@
 """DeviceRows: the rows of requests on a device, the programs that use them, and the data exchanged with the host."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,23 @@ from torch import Tensor
 
 from specinfer.core.draws import Floats
 from specinfer.core.noise import derive_seed, draws_of
+from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import DRAWS_EACH, Request
+from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TreeBudget
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.captured_sizes import CapturedSizes
 from specinfer.engine.device.draft_loop import DeviceDrafter
-from specinfer.engine.device.draft_shape import RECOMPUTED
+from specinfer.engine.device.draft_shape import RECOMPUTED, DraftShape, holds, shape_of, shape_of_guesses
 from specinfer.engine.device.launch import Answers, Launch, Marks
 from specinfer.engine.device.launch_size import LaunchSize
+from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.processing import Processing, make_adjustments, write_adjustments, write_truncation
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.state import DeviceState
 from specinfer.model.graphs.capture import Graphs, Program
-from specinfer.model.graphs.sizes import at_least, max_rows
+from specinfer.model.graphs.sizes import REQUESTS, at_least, max_rows
 from specinfer.model.kv_cache import Slots
 from specinfer.model.recurrent.states import Loan
 from specinfer.model.runner import ModelRunner
@@ -33,16 +36,6 @@ from specinfer.ops.logits import Adjustments
 from specinfer.ops.triton import on_device
 
 _ROW = 128  # slots
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """The programs of one size, captured on devices that support it."""
-
-    programs: Programs
-    draft: Program | None
-    score: Program | None  # the first part of the verification, if masks come between
-    verify: Program
 
 
 class DeviceRows:
@@ -65,12 +58,11 @@ class DeviceRows:
         context = -(-max_context // _ROW) * _ROW
         self.state = DeviceState.empty(num_rows, context, self._place, [one.kind for one in drafters])
         runners = [target, *(one.runner for one in drafters)]
-        self._captured = CapturedSizes[_Ready](self._graphs, runners)
+        self.sizes = CapturedSizes[Programs](self._graphs, runners, "whole steps")
         self._adjustments: Adjustments | None = None
         assert target.padded is not None
         self._masks = TokenMasks(target.padded.results)  # the logits of other passes have been read by then
         self._lacks_memory = False
-        self.captured_at = 0.0  # time at which the programs of a size were last made, by `time.perf_counter`
 
     @property
     def num_rows(self) -> int:
@@ -172,37 +164,54 @@ class DeviceRows:
     def size_for(self, wanted: LaunchSize, most_nodes: int, *, may_cut: bool = False) -> LaunchSize | None:
         """Return the size to run a step in, as `SizeChoice.choose` does."""
         num_captures = 1 if wanted.shape is None else 2
-        return self._captured.choose(wanted, most_nodes, num_captures=num_captures, may_cut=may_cut)
-
-    def observe(self, size: LaunchSize, seconds: float) -> None:
-        """Learn how long a step took on the device."""
-        self._captured.observe(size, seconds)
+        return self.sizes.choose(wanted, most_nodes, num_captures=num_captures, may_cut=may_cut)
 
     @torch.inference_mode()
-    def prepare(self, size: LaunchSize) -> None:
-        """Capture the programs of a size now; otherwise its first launch waits for that.
+    def prepare(
+        self,
+        budgets: Sequence[TreeBudget],
+        sampling_defaults: Mapping[str, Any],
+        rule: str | None,
+        progress: ProgressCallback | None,
+        *,
+        has_lookups: bool,
+    ) -> None:
+        """Capture plain steps and those with trees of these budgets, so that the first requests do not wait for them.
 
-        Raises:
-            CaptureError: They cannot be captured.
-            torch.OutOfMemoryError: There is no memory to capture them.
+        Args:
+            sampling_defaults: The model's own sampling parameters, whose processing of logits the steps have.
+            rule: Verification rule of requests whose tokens are drawn, or None if there are none.
+            has_lookups: Whether lookups propose tokens, too.
         """
+        processing = Processing.of(SamplingParams(**sampling_defaults))
+        if processing >= Processing.ADJUSTMENT and not self.can_adjust():
+            processing = Processing.TRUNCATION
+        kinds, sizes = [one.kind for one in self._drafters], list[LaunchSize]()
+        for count in [count for count in REQUESTS if count <= self.num_rows][::-1]:
+            most, shapes = self.max_rows // count, list[DraftShape | None]()
+            for budget in filter(holds, budgets[::-1] if kinds or has_lookups else ()):
+                guess_depth = budget.max_depth if has_lookups else 0
+                shapes.append(
+                    shape_of([budget], most - 1, most, guess_depth, kinds)
+                    if kinds
+                    else shape_of_guesses(min(budget.max_nodes, most - 1), budget.max_depth, most - 1)
+                )
+            recomputed = self.num_recomputed(max((shape.max_depth for shape in shapes if shape), default=1))
+            sizes += dict.fromkeys(
+                LaunchSize(count, shape, processing, rule=rule, num_recomputed=recomputed) for shape in (*shapes, None)
+            )
+        largest = next((size for size in sizes if size.shape is not None), sizes[0])
+        rarer = replace(
+            largest, processing=Processing.ADJUSTMENT, asked=Asked(1, 1), adapts=self.takes_adapters, is_masked=True
+        )
         with on_device(self._place):
-            self._captured.of(size, self._capture)
-
-    @torch.inference_mode()
-    def compile(self, sizes: Sequence[LaunchSize], progress: Callable[[int, int], None]) -> None:
-        """Compile the kernels of these sizes where they are captured; see `Graphs.compile`."""
-
-        def programs() -> Iterator[Program]:
-            for size in sizes:
-                yield from filter(None, self._made(size).parts)
-
-        with on_device(self._place):
-            self._graphs.compile(programs(), progress=progress)
+            self.sizes.prepare(sizes, self._made, progress, [rarer])
 
     def _launch(self, launch: Launch) -> None:
-        ready = self._captured.of(launch.size, self._capture)
-        programs, marks = ready.programs, Marks(self._place)
+        captured = self.sizes.of(launch.size, self._made)
+        programs, marks = captured.programs, Marks(self._place)
+        draft, score, verify = captured.runs
+        assert verify is not None
         turn = programs.inputs.turn()
         drafters = [one.name for one in self._drafters] if launch.size.num_models else []
         inputs = programs.inputs.here(turn)
@@ -213,16 +222,16 @@ class DeviceRows:
         launch.clock.mark("rest")
         programs.inputs.send(turn)
         back = programs.results.turn()
-        if ready.draft is not None:
+        if draft is not None:
             if launch.size.is_masked:
                 self._masks.send_roots(launch.requests, launch.size.num_nodes)
-            ready.draft()
+            draft()
         marks.mark()
         launch.clock.mark("draft")
-        if ready.score is not None:
+        if score is not None:
             programs.results.fetch(back)
-            self._mask(launch, programs.results.here(back), ready.score)
-        ready.verify()
+            self._mask(launch, programs.results.here(back), score)
+        verify()
         programs.results.fetch(back)
         marks.mark()
         launch.clock.mark("target")
@@ -261,13 +270,6 @@ class DeviceRows:
         with on_device(self._place):
             marks.mark()
         marks.wait()
-
-    def _capture(self, size: LaunchSize) -> _Ready:
-        programs = self._made(size)
-        draft, score, verify = (part and self._graphs.captured(part) for part in programs.parts)
-        assert verify is not None
-        self.captured_at = time.perf_counter()
-        return _Ready(programs, draft, score, verify)
 
     def _made(self, size: LaunchSize) -> Programs:
         """Return programs without requests, as captures run them."""
