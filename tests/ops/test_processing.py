@@ -22,7 +22,7 @@ from specinfer.engine.device.processing import write_adjustments, write_truncati
 from specinfer.engine.device.state import DeviceState
 from specinfer.ops import tree_ops
 from specinfer.ops.logits import Adjustments, Paths, Truncation
-from specinfer.ops.trees import Candidates, ChanceTable, Frontier, Limits, Sampling
+from specinfer.ops.trees import NAN, NO_VALID_TOKEN, Candidates, ChanceTable, Frontier, Limits, Sampling
 from specinfer.ops.triton import adjustment, truncation
 from specinfer.ops.triton.candidates import add_candidates
 from specinfer.ops.triton.choose import choose
@@ -116,7 +116,7 @@ def test_rows_that_name_no_token_stay_so(run: LeastKept) -> None:
     params = [SamplingParams(top_k=2, top_p=0.9)] * 3
     least = run(logits, _truncation(params, 40))
     rows = torch.tensor([1, 2, 3]), torch.tensor([1, 1, 1]), torch.ones(3)
-    assert tree_ops.choose(logits, *rows, least).tolist() == [tree_ops.NAN, tree_ops.NO_VALID_TOKEN, 7]
+    assert tree_ops.choose(logits, *rows, least).tolist() == [NAN, NO_VALID_TOKEN, 7]
 
 
 def test_tokens_chosen_are_those_of_truncated_requests() -> None:

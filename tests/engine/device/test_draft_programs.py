@@ -34,7 +34,7 @@ from specinfer.drafters.draft_loop import GrownTree, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
-from specinfer.engine.device import adjusted_rows
+from specinfer.engine.device import processing
 from specinfer.engine.device.draft_programs import DraftPrograms
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import AdjustedRows, Processing
@@ -230,7 +230,6 @@ def test_rows_of_penalties_are_taken_over_by_other_requests() -> None:
         request.append(7, None)
         request.append(8, None)
         assert rows.update([plain, request]) == [2, row]
-        assert rows._adjustments is not None
         seen = rows._adjustments.seen[row]
         assert seen.nonzero().flatten().tolist() == [*request.prompt_ids, 7, 8]
         assert seen[[*request.prompt_ids, 7, 8]].tolist() == [1, 1, 1, 4, 2]
@@ -254,7 +253,7 @@ def test_rows_of_penalties_are_written_anew_after_an_interrupt(
             raise KeyboardInterrupt
         return send(*args)
 
-    monkeypatch.setattr(adjusted_rows, "send", interrupted)
+    monkeypatch.setattr(processing, "send", interrupted)
     engine.add(request)
     while engine.has_work:
         with suppress(KeyboardInterrupt):
@@ -262,7 +261,6 @@ def test_rows_of_penalties_are_written_anew_after_an_interrupt(
         for row, num_counted in programs._adjusted._rows.values():
             counts = np.bincount(request.output_ids[:num_counted], minlength=VOCAB) * 2
             counts[request.prompt_ids] += 1
-            assert programs._adjusted._adjustments is not None
             assert programs._adjusted._adjustments.seen[row].tolist() == counts.tolist()
     assert num_left[0] < 0
     assert len(programs._adjusted._free) + len(programs._adjusted._rows) == programs._num_rows

@@ -148,9 +148,17 @@ class DeviceBudgets:
         self._level_probs.observe(path_prob)
 
     def chances(self) -> list[list[tuple[Floats, Floats]]]:
-        """Return each drafter's acceptance probabilities for the tables of a `ChanceTable`, as `Calibration.lines`."""
-        kinds = ((True, None), *((False, rule) for rule in self._rules))
-        return [
-            [self._calibration.lines(source_of(name, is_greedy=is_greedy, rule=rule)) for is_greedy, rule in kinds]
-            for name in self._drafters
-        ]
+        """Return each drafter's acceptance probabilities, as `chance_lines`."""
+        return [chance_lines(self._calibration, name, self._rules) for name in self._drafters]
+
+
+def chance_lines(
+    calibration: Calibration, drafter: str, rules: tuple[str | None, str | None]
+) -> list[tuple[Floats, Floats]]:
+    """Return a drafter's acceptance probabilities for the tables of a `ChanceTable`, as `Calibration.lines`.
+
+    Args:
+        rules: Rules of sampled requests whose tokens are chosen, and of those whose tokens are drawn.
+    """
+    kinds = ((True, None), *((False, rule) for rule in rules))
+    return [calibration.lines(source_of(drafter, is_greedy=is_greedy, rule=rule)) for is_greedy, rule in kinds]

@@ -30,6 +30,7 @@ from specinfer.engine.device.known_tokens import (
     KnownTokens,
 )
 from specinfer.engine.device.passes import BlockPass, DraftColumns, LevelPasses, Passes, PassInputs
+from specinfer.engine.device.processing import LogitProcessor
 from specinfer.engine.device.state import DeviceState, DraftState
 from specinfer.model.batch import ForwardBatch, KVStore
 from specinfer.model.forward import forward
@@ -37,9 +38,6 @@ from specinfer.model.runner import ModelRunner
 from specinfer.ops import tree_ops
 from specinfer.ops.logits import Paths
 from specinfer.ops.trees import Candidates, DeviceDraws, DeviceTrees, Frontier, Guesses, Limits, Sampling, Walk
-
-# Adjusts logits in place, and returns the least score of a token that may follow.
-Process = Callable[[Tensor, Paths], Tensor | None]
 
 
 class DeviceDrafter(NamedTuple):
@@ -75,7 +73,7 @@ class DeviceDrafter(NamedTuple):
         return LevelPasses(known, shape, num_rows, device)
 
 
-class Drafted(NamedTuple):
+class Proposals(NamedTuple):
     """The trees of the drafters so far, as proposals to the next one."""
 
     guesses: Guesses
@@ -123,12 +121,12 @@ class DraftLoop:
         self,
         num: Tensor,
         limits: Limits,
-        process: Process,
+        process: LogitProcessor,
         lookups: Guesses | None,
-        before: Drafted | None,
+        before: Proposals | None,
         *,
         is_last: bool,
-    ) -> Drafted | None:
+    ) -> Proposals | None:
         """Grow the trees. The drafter reads the root first, and what it lacks before it.
 
         Args:
@@ -204,7 +202,7 @@ class DraftLoop:
         )
         return forward(loaded.model, batch)
 
-    def _proposed(self, candidates: Candidates, first: FirstPass, limits: Limits) -> Drafted:
+    def _proposed(self, candidates: Candidates, first: FirstPass, limits: Limits) -> Proposals:
         """Return the trees as proposals to the next drafter, with the path probability of each node."""
         trees, roots = self.trees, self._state.roots[: len(self._inputs.reads)]
         by_path_prob = replace(trees, confidence=torch.empty_like(trees.confidence))
@@ -213,7 +211,7 @@ class DraftLoop:
         in_use = self._nodes < trees.sizes.unsqueeze(1)
         path_prob = torch.where(in_use, by_path_prob.confidence, -1.0)[:, 1:].contiguous()
         guesses = Guesses(trees.tokens[:, 1:].contiguous(), trees.parents[:, 1:] - 1, path_prob)
-        return Drafted(guesses, limits.max_nodes)
+        return Proposals(guesses, limits.max_nodes)
 
     def keep(self, walked: Walk, merged: DeviceTrees) -> None:
         """Keep what the drafter computed of the accepted paths, which are in the merged trees of all drafters."""

@@ -23,14 +23,13 @@ from specinfer.engine.device.draft_loop import DeviceDrafter, DraftLoop
 from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.masks import write_masks
-from specinfer.engine.device.processing import AdjustedRows, Processing
+from specinfer.engine.device.processing import AdjustedRows, LogitProcessor, Processing
 from specinfer.engine.device.state import DeviceState, DraftState, Exchange
 from specinfer.model.graphs.capture import Program
 from specinfer.model.graphs.slot_table import Change, SlotTable
 from specinfer.model.kv_cache import Slots
-from specinfer.ops import tree_ops
 from specinfer.ops.cpu.choice import SUPPORT
-from specinfer.ops.logits import Adjustments, Paths, Truncation
+from specinfer.ops.logits import Truncation
 from specinfer.ops.tree_layout import num_words
 from specinfer.ops.trees import DeviceDraws, DeviceTrees, Limits
 from specinfer.verify.logits import log_min_p, temperature_of, top_k_of
@@ -179,7 +178,6 @@ class DraftProgram:
         assert size.shape is not None
         self.size, self.shape, self._tables = size, size.shape.of_model(0), tables
         self._adjusted = adjusted
-        self._adjustments: Adjustments | None = None
         rows, device = size.num_rows, drafter.runner.loaded.device
         support = min(SUPPORT, target_vocab) if size.rule else 0
         self.inputs = Exchange(input_shapes(size, tables, target_vocab), device)
@@ -248,23 +246,15 @@ class DraftProgram:
             table.cells.index_copy_(0, there[f"{name}_cells"].long(), there[f"{name}_values"])
         torch.gt(there["has_two"], 0, out=state.drafts[0].has_two)
         torch.gt(there["is_drawn"], 0, out=state.is_drawn)
-        if self.size.processing >= Processing.ADJUSTMENT:
-            self._adjustments = self._adjusted.of(there["adjusted_rows"].long())
+        processing, adjustments = self.size.processing, None
+        if processing >= Processing.ADJUSTMENT:
+            adjustments = self._adjusted.of(there["adjusted_rows"].long())
+        masks = (there["allowed"], there["is_masked"])
+        process = LogitProcessor(
+            state.truncation if processing else None, adjustments, (lambda: masks) if self.size.is_masked else None
+        )
         limits = Limits(there["max_nodes"], there["max_depth"], there["least_float32"], there["widths"])
-        self._loop.grow(there["num"], limits, self._process, None, None, is_last=True)
-        self._adjustments = None
-
-    def _process(self, logits: Tensor, paths: Paths) -> Tensor | None:
-        """Adjust the logits in place, and return the least score of a token that may follow, if tokens are dropped.
-
-        Tokens after the root alone are masked: those deeper that are not allowed are rejected.
-        """
-        there = self.inputs.there
-        if self.size.is_masked and not paths.max_depth:
-            tree_ops.mask_logits(logits, there["allowed"], there["is_masked"])
-        if self._adjustments is not None:
-            tree_ops.adjust_logits(logits, self._adjustments, paths)
-        return tree_ops.least_kept(logits, self._state.truncation) if self.size.processing else None
+        self._loop.grow(there["num"], limits, process, None, None, is_last=True)
 
     def tree(self, found: Numbers, row: int, drafter: str, *, is_drawn: bool) -> tuple[TokenTree, list[int]]:
         """Return the tree of a request, and the column of each node; -1 for nodes that the drafter has not computed.

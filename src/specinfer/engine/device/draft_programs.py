@@ -19,10 +19,10 @@ from specinfer.core.tree import TreeBudget
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.drafters import Drafter, HeadRunner, MergedDrafter, SmallModelDrafter
 from specinfer.drafters.draft_loop import GrownTree, Wanted
-from specinfer.drafters.growth.calibration import Calibration, source, source_of
+from specinfer.drafters.growth.calibration import Calibration, source
 from specinfer.drafters.growth.draft_sampling import sampling_of
 from specinfer.drafters.self_drafter import BorrowedCache
-from specinfer.engine.device.budgets import LevelProbs
+from specinfer.engine.device.budgets import LevelProbs, chance_lines
 from specinfer.engine.device.captured_sizes import CapturedSizes
 from specinfer.engine.device.draft_loop import DeviceDrafter
 from specinfer.engine.device.draft_program import DraftProgram, DraftRow, Numbers, Tables
@@ -250,13 +250,11 @@ class DraftPrograms:
         The rule of one request stands for that of all whose tokens are chosen, or drawn.
         """
         sampled = [one for one in requests if not one.params.is_greedy]
-        rules = (
+        chosen, drawn = (
             next((one.verification for one in sampled if self._draws(one) == is_drawn), None)
             for is_drawn in (False, True)
         )
-        kinds = ((True, None), *((False, rule) for rule in rules))
-        sources = [source_of(self._name, is_greedy=is_greedy, rule=rule) for is_greedy, rule in kinds]
-        return list(zip(*map(self._calibration.lines, sources), strict=True))
+        return list(zip(*chance_lines(self._calibration, self._name, (chosen, drawn)), strict=True))
 
     def _reserve(self, request: Request, count: int) -> Slots:
         """Reserve the slots of what the drafter computes for a request."""

@@ -5,7 +5,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,9 @@ from specinfer.drafters import (
 )
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.ops import tree_ops
 from specinfer.ops.cpu.transfers import send
-from specinfer.ops.logits import MAX_ENDS, Adjustments, Truncation
+from specinfer.ops.logits import MAX_ENDS, Adjustments, Paths, Truncation
 from specinfer.verify.logits import log_min_p, temperature_of, top_k_of
 
 logger = logging.getLogger(__name__)
@@ -144,15 +145,46 @@ def write_truncation(truncation: Truncation, row: int, params: SamplingParams, v
     truncation.top_p[row].fill_(params.top_p)
 
 
-def make_adjustments(num_rows: int, vocab: int, device: torch.device) -> Adjustments | None:
-    """Return rows of biases and penalties, or None, with a warning, if there is no memory for them."""
-    try:
-        return Adjustments.empty(num_rows, vocab, device)
-    except torch.OutOfMemoryError:
-        logger.warning(
-            "no %d MiB are left for penalties on the device: ordinary steps apply them", 8 * num_rows * vocab >> 20
-        )
-        return None
+class ReservedAdjustments:
+    """Rows of biases and penalties, for which memory is reserved when it is first needed."""
+
+    def __init__(self, num_rows: int, vocab: int, device: torch.device) -> None:
+        self._sizes, self._lacks_memory = (num_rows, vocab, device), False
+        self.rows: Adjustments | None = None
+
+    def are_there(self) -> bool:
+        """Return whether there is memory for them; without any, this is logged once."""
+        if self.rows is None and not self._lacks_memory:
+            try:
+                self.rows = Adjustments.empty(*self._sizes)
+            except torch.OutOfMemoryError:
+                self._lacks_memory, (num_rows, vocab, _) = True, self._sizes
+                logger.warning(
+                    "no %d MiB are left for penalties on the device: ordinary steps apply them",
+                    8 * num_rows * vocab >> 20,
+                )
+        return self.rows is not None
+
+
+class LogitProcessor(NamedTuple):
+    """The processing of logits of a launch, for drafters and target."""
+
+    truncation: Truncation | None  # None keeps all tokens
+    adjustments: Adjustments | None = None
+    # Function that returns the masks of tokens after the roots, as `mask_logits` takes them. Drafts are masked there
+    # alone: of deeper levels the host does not know the path, and tokens that are not allowed are rejected.
+    root_masks: Callable[[], tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self, logits: Tensor, paths: Paths) -> Tensor | None:
+        """Adjust logits [requests * nodes, vocab] float32 in place; return the least scores of tokens that may follow.
+
+        None is returned if all may.
+        """
+        if self.root_masks is not None and not paths.max_depth:
+            tree_ops.mask_logits(logits, *self.root_masks())
+        if self.adjustments is not None:
+            tree_ops.adjust_logits(logits, self.adjustments, paths)
+        return None if self.truncation is None else tree_ops.least_kept(logits, self.truncation)
 
 
 def write_adjustments(
@@ -196,9 +228,8 @@ class AdjustedRows:
     """
 
     def __init__(self, num_rows: int, vocab: int, device: torch.device) -> None:
-        self._sizes, self._device = (num_rows + 1, vocab), device
-        self._adjustments: Adjustments | None = None
-        self._lacks_memory = False
+        self._no_row, self._vocab, self._device = num_rows, vocab, device
+        self._reserved = ReservedAdjustments(num_rows + 1, vocab, device)
         self._free: list[int] = []
         # Row of each request, and its output tokens that are counted there; the least recently used first.
         self._rows: OrderedDict[Request, tuple[int, int]] = OrderedDict()
@@ -206,29 +237,30 @@ class AdjustedRows:
 
     def can_adjust(self) -> bool:
         """Return whether there is memory, which is reserved when it is first needed."""
-        if self._adjustments is None and not self._lacks_memory:
-            self._adjustments = make_adjustments(*self._sizes, self._device)
-            self._lacks_memory = self._adjustments is None
-        return self._adjustments is not None
+        return self._reserved.are_there()
+
+    @property
+    def _adjustments(self) -> Adjustments:
+        assert self._reserved.rows is not None
+        return self._reserved.rows
 
     def forget(self) -> None:
         """Discard what is known of the rows, which may not have been written."""
         self._rows.clear()
-        self._free = list(range(self._sizes[0] - 1))
+        self._free = list(range(self._no_row))
 
     def update(self, requests: Sequence[Request]) -> list[int]:
         """Bring the rows of these requests up to date, and return them."""
         for request in [one for one in self._rows if one.is_finished]:
             self._free.append(self._rows.pop(request)[0])
-        assert self._adjustments is not None
-        rows, (no_row, vocab) = [], (self._sizes[0] - 1, self._sizes[1])
+        rows, no_row, vocab = [], self._no_row, self._vocab
         emitted = list[int]()  # cells of the table of tokens that were seen
         for request in requests:
             if Processing.of_request(request) < Processing.ADJUSTMENT:
                 rows.append(no_row)
                 continue
             if request not in self._rows:
-                self._add(self._adjustments, request)
+                self._add(request)
             row, num_counted = self._rows[request]
             emitted += [row * vocab + token for token in request.output_ids[num_counted:]]
             self._rows[request] = row, request.num_output
@@ -242,13 +274,12 @@ class AdjustedRows:
             self._adjustments.seen.view(-1).index_add_(0, cells, twice.expand(len(emitted)))
         return rows
 
-    def _add(self, adjustments: Adjustments, request: Request) -> None:
+    def _add(self, request: Request) -> None:
         """Give a request a row, that of the request that was not drafted for the longest if there is no other."""
         row = self._free.pop() if self._free else self._rows.popitem(last=False)[1][0]
-        write_adjustments(adjustments, row, request, lambda values: send(values, self._device))
+        write_adjustments(self._adjustments, row, request, lambda values: send(values, self._device))
         self._rows[request] = row, request.num_output
 
     def of(self, rows: Tensor) -> Adjustments:
         """Return those of some rows, [requests] int64."""
-        assert self._adjustments is not None
         return Adjustments(*(getattr(self._adjustments, one.name).index_select(0, rows) for one in fields(Adjustments)))

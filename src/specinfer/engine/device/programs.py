@@ -6,6 +6,7 @@ nothing is written for them, so that a program can be run, and captured, without
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.launch_size import LaunchSize, TreeNames
 from specinfer.engine.device.logprobs import write_logprobs, write_node_logprobs
 from specinfer.engine.device.masks import TokenMasks
-from specinfer.engine.device.processing import Processing
+from specinfer.engine.device.processing import LogitProcessor, Processing
 from specinfer.engine.device.scan import DeviceScan
 from specinfer.engine.device.state import DeviceState
 from specinfer.model.batch import ForwardBatch
@@ -74,11 +75,14 @@ class Programs:
         self._numbers = torch.arange(size.num_rows + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(size.num_rows * size.num_nodes, device=device)
         self._nodes = torch.arange(size.num_nodes, dtype=torch.int32, device=device).repeat(size.num_rows, 1)
-        self._truncation = state.truncation.first(size.num_rows)
         self._adjustments = None
         if adjustments is not None and size.processing >= Processing.ADJUSTMENT:
             self._adjustments = adjustments.first(size.num_rows)
         self._masks = masks if size.is_masked else None
+        self._process = LogitProcessor(
+            state.truncation.first(size.num_rows) if size.processing else None, self._adjustments,
+            None if self._masks is None else partial(self._masks.of_roots, size.num_rows, size.num_nodes),
+        )  # fmt: skip
         with torch.inference_mode(mode=False):
             support = min(SUPPORT, target.loaded.vocab_size)
             self._draws = DeviceDraws.empty(size.num_rows, size.num_nodes - 1, support, device) if size.rule else None
@@ -253,22 +257,6 @@ class Programs:
         rows = self._target.adapter_rows(self._lora_indices, self.size.num_nodes)
         assert (rows is not None) == self.size.adapts
         return rows
-
-    # ---------------------------------------------------------------------------------------- logits
-
-    def _process(self, logits: Tensor, paths: Paths) -> Tensor | None:
-        """Adjust the logits in place, and return the score that a token must have to be chosen, if tokens are dropped.
-
-        The host masks the first level of drafts: of further ones it does not know the path.
-
-        Args:
-            logits: [requests * nodes, vocab] float32.
-        """
-        if self._masks is not None and not paths.max_depth:
-            tree_ops.mask_logits(logits, *self._masks.of_roots(self.size.num_rows, self.size.num_nodes))
-        if self._adjustments is not None:
-            tree_ops.adjust_logits(logits, self._adjustments, paths)
-        return tree_ops.least_kept(logits, self._truncation) if self.size.processing else None
 
     def _drafted(self, path: Tensor) -> Tensor:
         """Return the tokens of the paths, [rows, depth] int64."""

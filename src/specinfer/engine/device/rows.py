@@ -23,7 +23,7 @@ from specinfer.engine.device.launch import Answers, Launch, Marks
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.masks import TokenMasks
-from specinfer.engine.device.processing import Processing, make_adjustments, write_adjustments, write_truncation
+from specinfer.engine.device.processing import Processing, ReservedAdjustments, write_adjustments, write_truncation
 from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.state import DeviceState
 from specinfer.model.graphs.capture import Graphs, Program
@@ -59,10 +59,9 @@ class DeviceRows:
         self.state = DeviceState.empty(num_rows, context, self._place, [one.kind for one in drafters])
         runners = [target, *(one.runner for one in drafters)]
         self.sizes = CapturedSizes[Programs](self._graphs, runners, "whole steps")
-        self._adjustments: Adjustments | None = None
+        self._adjustments = ReservedAdjustments(num_rows, target.loaded.vocab_size, self._place)
         assert target.padded is not None
         self._masks = TokenMasks(target.padded.results)  # the logits of other passes have been read by then
-        self._lacks_memory = False
 
     @property
     def num_rows(self) -> int:
@@ -122,10 +121,10 @@ class DeviceRows:
             state.named[row, : len(named)].copy_(self._there(named))
         write_truncation(state.truncation, row, request.params, self._target.loaded.vocab_size)
         if Processing.of_request(request) >= Processing.ADJUSTMENT:
-            assert self._adjustments is not None
-            write_adjustments(self._adjustments, row, request, self._there)
-        elif self._adjustments is not None:
-            self._adjustments.is_adjusted[row].fill_(0)
+            assert self._adjustments.rows is not None
+            write_adjustments(self._adjustments.rows, row, request, self._there)
+        elif self._adjustments.rows is not None:
+            self._adjustments.rows.is_adjusted[row].fill_(0)
 
     def write_drafter(self, number: int, row: int, slots: Slots) -> None:
         """Note that a drafter has computed all that it can of the known tokens but the last, in these slots."""
@@ -136,15 +135,12 @@ class DeviceRows:
 
     def move(self, source: int, row: int) -> None:
         self.state.move(source, row)
-        if self._adjustments is not None:
-            self._adjustments.move(source, row)
+        if self._adjustments.rows is not None:
+            self._adjustments.rows.move(source, row)
 
     def can_adjust(self) -> bool:
         """Return whether there is memory for biases and penalties, which is reserved when they are first needed."""
-        if self._adjustments is None and not self._lacks_memory:
-            self._adjustments = make_adjustments(self.num_rows, self._target.loaded.vocab_size, self._place)
-            self._lacks_memory = self._adjustments is None
-        return self._adjustments is not None
+        return self._adjustments.are_there()
 
     def write_acceptance(self, tables: Sequence[Sequence[tuple[Floats, Floats]]]) -> None:
         """Update each drafter's acceptance probabilities: heights and slopes of the lines of each table."""
@@ -274,7 +270,7 @@ class DeviceRows:
     def _made(self, size: LaunchSize) -> Programs:
         """Return programs without requests, as captures run them."""
         drafters = [DeviceDrafter(one.runner, one.kind, one.vocabulary.to_target) for one in self._drafters]
-        adjustments = self._adjustments
+        adjustments = self._adjustments.rows
         if adjustments is None and size.processing >= Processing.ADJUSTMENT:  # to compile kernels for later requests
             adjustments = Adjustments.empty(size.num_rows, self._target.loaded.vocab_size, self._place)
         programs = Programs(size, self.state, self._target, drafters, adjustments, self._masks)
