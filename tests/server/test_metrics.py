@@ -229,11 +229,11 @@ def test_a_tally_reads_while_it_counts() -> None:
     before = tally.copy()
     tally.totals.num_generated_tokens += 5
     tally.totals.accepted_at[MAX_POSITION - 1] += 2
-    tally.totals.drafted_by["one"] += 3
+    tally.totals.read_by["one"] += 3
     spent = tally.copy().since(before)
     assert spent.num_generated_tokens == 5
     assert spent.accepted_at[-1] == 2
-    assert spent.drafted_by == {"one": 3}
+    assert spent.read_by == {"one": 3}
     assert before.num_generated_tokens == before.accepted_at[-1] == 0
 
 

@@ -27,7 +27,7 @@ class Totals:
         num_cached_tokens: Tokens that were found there.
         num_drafts: Passes of one request with at least one proposed token.
         accepted_at: Number of accepted tokens at each depth of the path, from 0.
-        drafted_by, accepted_by: Nodes by drafter; a node that two drafters proposed counts for both.
+        read_by, accepted_by: Nodes by drafter; a node that two drafters proposed counts for both.
         drafts_by_rule, generated_by_rule: Such passes and their tokens by the rule that was chosen for the request.
     """
 
@@ -39,7 +39,7 @@ class Totals:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_POSITION)
-    drafted_by: Counter[str] = field(default_factory=Counter)
+    read_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
     drafts_by_rule: Counter[str] = field(default_factory=Counter)
     generated_by_rule: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Totals:
         return replace(
             self,
             accepted_at=list(self.accepted_at),
-            drafted_by=self.drafted_by.copy(),
+            read_by=self.read_by.copy(),
             accepted_by=self.accepted_by.copy(),
             drafts_by_rule=self.drafts_by_rule.copy(),
             generated_by_rule=self.generated_by_rule.copy(),
@@ -65,7 +65,7 @@ class Totals:
             num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens - earlier.num_accepted_tokens,
             accepted_at=[now - before for now, before in zip(self.accepted_at, earlier.accepted_at, strict=True)],
-            drafted_by=self.drafted_by - earlier.drafted_by,
+            read_by=self.read_by - earlier.read_by,
             accepted_by=self.accepted_by - earlier.accepted_by,
             drafts_by_rule=self.drafts_by_rule - earlier.drafts_by_rule,
             generated_by_rule=self.generated_by_rule - earlier.generated_by_rule,
@@ -100,7 +100,7 @@ class Tally:
         draws = tree.arrays.draws
         for node, maker in set(zip(draws.nodes.tolist(), draws.makers.tolist(), strict=True)):
             name = draws.names[maker]
-            totals.drafted_by[name] += 1
+            totals.read_by[name] += 1
             totals.accepted_by[name] += node in kept
 
     def on_step(self, record: StepRecord) -> None:

@@ -220,7 +220,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth.", positions, "position"
         )
         for name, help, label, counts in (
-            ("draft_nodes", "Draft tokens, by drafter.", "drafter", totals.drafted_by),
+            ("draft_nodes", "Draft tokens, by drafter.", "drafter", totals.read_by),
             ("accepted_nodes", "Accepted draft tokens, by drafter.", "drafter", totals.accepted_by),
             ("verification_drafts", "Token trees, by the rule that auto chose.", "verification", totals.drafts_by_rule),
             ("verification_tokens", "Tokens of their passes.", "verification", totals.generated_by_rule),

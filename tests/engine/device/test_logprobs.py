@@ -164,7 +164,7 @@ def test_equal_logits_are_ranked_alike_on_the_device_and_by_ordinary_steps(
     following = torch.tensor([40, 41, 42] * 3 + [43, 44, -2])
     roots = torch.arange(0, num * nodes, nodes)
     named = torch.arange(num * 128).view(num, 128) % vocab
-    write_logprobs(logits, roots, (path, lengths, following), drafted, named, results.there)
+    write_logprobs(logits, roots, (path, lengths, following), drafted, named, results.on_device)
     results.fetch(0)
     for row in range(11):
         kept = path[row, : lengths[row]].tolist()
@@ -172,7 +172,7 @@ def test_equal_logits_are_ranked_alike_on_the_device_and_by_ordinary_steps(
         places = [int(roots[row]) + node for node in (0, *kept)]
         for others in ([], named[row, :3].tolist()):
             params = SamplingParams(logprobs=count, logprob_token_ids=others)
-            found = read_logprobs(results.here(0), row, tokens, params)
+            found = read_logprobs(results.on_host(0), row, tokens, params)
             wanted = [ranked(logits[place], token, count, others) for place, token in zip(places, tokens, strict=True)]
             assert found == top_logprobs([AskedLogprobs(logits, places, tokens, count, others)])[0] == wanted
             assert [list(one) for one in found] == [list(one) for one in wanted]

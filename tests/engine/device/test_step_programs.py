@@ -343,7 +343,7 @@ def test_kernels_are_given_what_they_read_by_layers_without_attention(
         assert programs._scan is not None
         is_row = torch.empty(4, dtype=torch.bool, device=META)
         with torch.inference_mode(), Launches() as launches:
-            programs._scan.of_step(programs._trees, programs.inputs.there["slots"], is_row)
+            programs._scan.of_step(programs._trees, programs.inputs.on_device["slots"], is_row)
             programs._scan.advance(is_row)
         counts.append(launches.count)
     assert max(counts) <= PER_SCAN
@@ -507,7 +507,7 @@ def test_a_step_launches_no_more_kernels_than_it_may(
         programs = programs_of(loaded, TreeBudget(16, 8), rows, processing, asked=asked)
         with torch.inference_mode(), Launches() as launches:
             programs.verify()
-        num_places = rows * programs.results.there["rank"].shape[1]
+        num_places = rows * programs.results.on_device["rank"].shape[1]
         per_part = PER_SCORED + (PER_BEST if asked.best else 0) + PER_NAMED * asked.others
         assert launches.count - verified <= PER_LOGPROBS + (asked.others > 0) + per_part * -(-num_places // 32)
 

@@ -115,28 +115,28 @@ class DeviceBudgets:
         if not self._drafters and not self._lookups:
             return [OFF] * len(device_requests)
         if self._asked is None:
-            spans = [one.span() for one in device_requests]
+            spans = [served.span() for served in device_requests]
             self._asked = dict(zip([span.request for span in spans], budgets(spans), strict=True))
         found = []
-        for one in device_requests:
-            request, budget = one.request, self._asked.get(one.request, OFF)
-            is_asked = any(budget.asks(name) for name in (*self._lookups, *self._models_of(one)))
+        for served in device_requests:
+            request, budget = served.request, self._asked.get(served.request, OFF)
+            is_asked = any(budget.asks(name) for name in (*self._lookups, *self._models_of(served)))
             may_guess = request.drafting.is_allowed and request.max_new_tokens > 1 and is_asked
             found.append(budget if may_guess and holds(budget) else OFF)
         self.uncut = found
         if not any(budget.min_gain for budget in found) or not self.asks_model(device_requests, found):
             return found
-        sources = {source(name, one.request) for one in device_requests for name in self._drafters}
+        sources = {source(name, served.request) for served in device_requests for name in self._drafters}
         return self._level_probs.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))
 
-    def _models_of(self, one: DeviceRequest) -> list[str]:
-        return [name for name in self._drafters if name not in one.lost_by]
+    def _models_of(self, served: DeviceRequest) -> list[str]:
+        return [name for name in self._drafters if name not in served.lost_by]
 
     def asks_model(self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget]) -> bool:
         """Return whether a model drafts for one of the requests; otherwise lookups draft alone."""
         return any(
-            budget.max_nodes and any(map(budget.asks, self._models_of(one)))
-            for one, budget in zip(device_requests, budgets, strict=True)
+            budget.max_nodes and any(map(budget.asks, self._models_of(served)))
+            for served, budget in zip(device_requests, budgets, strict=True)
         )
 
     def next(self) -> None:

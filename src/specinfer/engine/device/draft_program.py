@@ -68,8 +68,8 @@ class Tables:
 
     @property
     def by_name(self) -> dict[str, SlotTable]:
-        found = {"own": self.own, "target": self.target, "following": self.following}
-        return {name: table for name, table in found.items() if table is not None}
+        results = {"own": self.own, "target": self.target, "following": self.following}
+        return {name: table for name, table in results.items() if table is not None}
 
     def write(self, changes: Mapping[str, Iterable[Change]], inputs: Numbers) -> None:
         """Write the changes of each table to the inputs."""
@@ -155,6 +155,7 @@ def input_shapes(size: LaunchSize, tables: Tables, vocab: int) -> dict[str, tupl
     }
 
 
+_TREES = ("tokens", "parents", "sizes", "confidence_float32", "columns")
 _MANY = 2**30  # tokens that may still be emitted: budgets are cut to them before
 
 
@@ -182,55 +183,52 @@ class DraftProgram:
         support = min(SUPPORT, target_vocab) if size.rule else 0
         self.inputs = Exchange(input_shapes(size, tables, target_vocab), device)
         self.results = Exchange(_result_shapes(size, support), device)
-        there, found = self.inputs.there, self.results.there
+        given, results = self.inputs.on_device, self.results.on_device
         for name, table in tables.by_name.items():
-            there[f"{name}_cells"].fill_(table.no_cell)  # a capture runs the program without requests
+            given[f"{name}_cells"].fill_(table.no_cell)  # a capture runs the program without requests
         self._state = self._made_state(rows, device)
         with torch.inference_mode(mode=False):
             draws = None
             if support:
-                probs = _wide(found["draw_probs"], torch.float64)
-                draws = DeviceDraws(found["draw_nodes"], found["draw_tokens"], probs)
+                probs = _wide(results["draw_probs"], torch.float64)
+                draws = DeviceDraws(results["draw_nodes"], results["draw_tokens"], probs)
             kept = torch.zeros((rows, size.max_depth + 1), dtype=torch.int32, device=device)
             self._loop = DraftLoop(
                 drafter, self.shape, self._state, self._state.drafts[0],
-                DraftInputs(there["slots"], there["reads"], there["max_nodes"]),
-                DeviceTrees(
-                    found["tokens"], found["parents"], found["sizes"], found["confidence_float32"], found["columns"],
-                    found["path_prob_float32"],
-                ),
+                DraftInputs(given["slots"], given["reads"], given["max_nodes"]),
+                DeviceTrees(*(results[name] for name in (*_TREES, "path_prob_float32"))),
                 (kept, kept[:, 0].contiguous()), target_vocab, draws,
             )  # fmt: skip
 
     def _made_state(self, rows: int, device: torch.device) -> DeviceState:
         """Return the state of the requests: views of the inputs and the tables."""
-        there, tables = self.inputs.there, self._tables
+        given, tables = self.inputs.on_device, self._tables
         with torch.inference_mode(mode=False):
             state, own = DeviceState.empty(rows, 0, device, ()), DraftState.empty(rows, 0, device)
             state.num_left.fill_(_MANY)
             table = tables.own or tables.target
             assert table is not None
-            lines = there["lines_float32"]
+            lines = given["lines_float32"]
             own = replace(
                 own,
                 slots=table.rows,
-                known=there["known" if tables.own is None else "computed"],
-                before=_wide(there["before"]),
-                streams=_wide(there["streams"]),
-                first_draw=_wide(there["first_draw"]),
+                known=given["known" if tables.own is None else "computed"],
+                before=_wide(given["before"]),
+                streams=_wide(given["streams"]),
+                first_draw=_wide(given["first_draw"]),
                 following=own.following if tables.following is None else tables.following.rows,
                 chances=replace(own.chances, heights=lines[0], slopes=lines[1]),
             )
             truncation = Truncation(
-                there["temperatures_float32"], there["log_min_p_float32"], there["top_k"],
-                _wide(there["top_p"], torch.float64),
+                given["temperatures_float32"], given["log_min_p_float32"], given["top_k"],
+                _wide(given["top_p"], torch.float64),
             )  # fmt: skip
             return replace(
                 state,
                 slots=state.slots if tables.target is None else tables.target.rows,
-                known=there["known"],
-                roots=_wide(there["roots"]),
-                seeds=_wide(there["seeds"]),
+                known=given["known"],
+                roots=_wide(given["roots"]),
+                seeds=_wide(given["seeds"]),
                 truncation=truncation,
                 drafts=(own,),
             )
@@ -241,22 +239,22 @@ class DraftProgram:
 
     def __call__(self) -> None:
         """Grow the trees of all requests that were written."""
-        there, state = self.inputs.there, self._state
+        given, state = self.inputs.on_device, self._state
         for name, table in self._tables.by_name.items():
-            table.cells.index_copy_(0, there[f"{name}_cells"].long(), there[f"{name}_values"])
-        torch.gt(there["has_two"], 0, out=state.drafts[0].has_two)
-        torch.gt(there["is_drawn"], 0, out=state.is_drawn)
+            table.cells.index_copy_(0, given[f"{name}_cells"].long(), given[f"{name}_values"])
+        torch.gt(given["has_two"], 0, out=state.drafts[0].has_two)
+        torch.gt(given["is_drawn"], 0, out=state.is_drawn)
         processing, adjustments = self.size.processing, None
         if processing >= Processing.ADJUSTMENT:
-            adjustments = self._adjusted.of(there["adjusted_rows"].long())
-        masks = (there["allowed"], there["is_masked"])
+            adjustments = self._adjusted.of(given["adjusted_rows"].long())
+        masks = (given["allowed"], given["is_masked"])
         process = LogitProcessor(
             state.truncation if processing else None, adjustments, (lambda: masks) if self.size.is_masked else None
         )
-        limits = Limits(there["max_nodes"], there["max_depth"], there["least_float32"], there["widths"])
-        self._loop.grow(there["num"], limits, process, None, None, is_last=True)
+        limits = Limits(given["max_nodes"], given["max_depth"], given["least_float32"], given["widths"])
+        self._loop.grow(given["num"], limits, process, None, None, is_last=True)
 
-    def tree(self, found: Numbers, row: int, drafter: str, *, is_drawn: bool) -> tuple[TokenTree, list[int]]:
+    def tree(self, results: Numbers, row: int, drafter: str, *, is_drawn: bool) -> tuple[TokenTree, list[int]]:
         """Return the tree of a request, and the column of each node; -1 for nodes that the drafter has not computed.
 
         Args:
@@ -264,18 +262,19 @@ class DraftProgram:
             drafter: The drafter's name.
             is_drawn: Whether its tokens are drawn.
         """
-        nodes = slice(int(found["sizes"][row]))
-        parents = found["parents"][row, nodes].astype(np.int64)
+        nodes = slice(int(results["sizes"][row]))
+        parents = results["parents"][row, nodes].astype(np.int64)
         parents[0] = -1
         depths = np.array(depths_of(parents.tolist()), dtype=np.int64)
-        draws = Draws.chosen(found["confidence_float32"][row, nodes][1:].astype(np.float64), drafter)
+        draws = Draws.chosen(results["confidence_float32"][row, nodes][1:].astype(np.float64), drafter)
         if is_drawn:
             own = slice(nodes.stop - 1)
-            tokens, probs = found["draw_tokens"][row, own], found["draw_probs"].view(np.float64)[row, own, :, 0]
+            tokens, probs = results["draw_tokens"][row, own], results["draw_probs"].view(np.float64)[row, own, :, 0]
             pool = list(map(Distribution, tokens.astype(np.int64), probs.copy()))
             draws = draws._replace(numbers=np.arange(len(pool)), pools=(pool,))
-        tokens = found["tokens"][row, nodes].astype(np.int64)
-        return TokenTree.from_arrays(TreeArrays(tokens, parents, depths, draws)), found["columns"][row, nodes].tolist()
+        tokens = results["tokens"][row, nodes].astype(np.int64)
+        tree = TokenTree.from_arrays(TreeArrays(tokens, parents, depths, draws))
+        return tree, results["columns"][row, nodes].tolist()
 
 
 def _wide(pairs: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:

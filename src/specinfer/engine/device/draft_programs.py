@@ -201,7 +201,7 @@ class DraftPrograms:
         """Return the results for these requests, which are valid until the second next call."""
         turn, back, marks = program.inputs.turn(), program.results.turn(), Marks(self._place)
         try:
-            self._write(program.inputs.here(turn), program.shape, requests, budgets)
+            self._write(program.inputs.on_host(turn), program.shape, requests, budgets)
             marks.mark()
             program.inputs.send(turn)
             run()
@@ -213,7 +213,7 @@ class DraftPrograms:
         marks.mark()
         marks.wait()
         self._sizes.observe(program.size, *marks.seconds())
-        return program.results.here(back)
+        return program.results.on_host(back)
 
     def _write(
         self, inputs: Numbers, shape: DraftShape, requests: Sequence[Request], budgets: Sequence[TreeBudget]

@@ -119,8 +119,8 @@ class DeviceExecutor:
     @property
     def requests(self) -> list[Request]:
         """Requests that are served here now, or were and still have steps in flight."""
-        in_flight = [one.request for launch in self._launches for one in launch.device_requests]
-        return list(dict.fromkeys([*in_flight, *(one.request for one in self._served if not one.has_left)]))
+        in_flight = [served.request for launch in self._launches for served in launch.device_requests]
+        return list(dict.fromkeys([*in_flight, *(served.request for served in self._served if not served.has_left)]))
 
     def prepare(self, budgets: Sequence[TreeBudget], progress: ProgressCallback | None = None) -> None:
         """Capture plain steps and those with trees of these budgets, with the processing that the model's own sampling
@@ -154,22 +154,22 @@ class DeviceExecutor:
             return None
         self._served.join()
         device_requests = list(self._served)
-        going = [one for one in device_requests if one.request.max_new_tokens > one.num_in_flight]
+        going = [served for served in device_requests if served.request.max_new_tokens > served.num_in_flight]
         num_slots = self._num_draft_slots()
         if not going or num_slots < 0:
             if going:  # not one slot for each: the scheduler preempts a request
                 self.leave()
             return None
         budgets = self._budgets.of(device_requests, policy.budgets)
-        requests = [one.request for one in device_requests]
+        requests = [served.request for served in device_requests]
         reach = max((budget.max_depth for budget in self._budgets.uncut), default=0)
         reach += sum(1 + launch.size.max_depth for launch in self._launches)  # tokens that the host does not know
         has_masks = any(request.restricts_tokens(reach) for request in requests)
         if has_masks and self._launches:
             return None  # masks need to know all tokens
-        if masked := [one for one in device_requests if self._drawn.are_masked(one.request, reach)]:
-            for one in masked:
-                self._served.send_away(one)
+        if masked := [served for served in device_requests if self._drawn.are_masked(served.request, reach)]:
+            for served in masked:
+                self._served.send_away(served)
             return self._plan(policy, clock)
         num_rows = at_least(REQUESTS, len(device_requests)) or REQUESTS[-1]
         most = self._device.max_rows // num_rows
@@ -185,8 +185,8 @@ class DeviceExecutor:
             shape = shape_of(budgets, most_nodes, most, guess_depth, self._drafts.kinds, 1 + num_slots)
             guesses = []
         if undrawable := self._drawn.undrawable(device_requests, budgets, shape, num_rows, most - 1):
-            for one in undrawable:
-                self._served.send_away(one)
+            for served in undrawable:
+                self._served.send_away(served)
             return self._plan(policy, clock)
         if shape is not None and self._launches and shape.num_models > 1:
             return None  # one model may have to read what another drafted
@@ -197,7 +197,7 @@ class DeviceExecutor:
         asked = Asked.of([request.params for request in requests], self._target.loaded.vocab_size)
         rule = self._drawn.rule if any(map(self._drawn.has, requests)) else None
         adapts = any(request.adapter is not None for request in requests)
-        recomputed = self._device.num_recomputed(max(one.num_recomputed for one in device_requests))
+        recomputed = self._device.num_recomputed(max(served.num_recomputed for served in device_requests))
         processing = max(map(Processing.of_request, requests))
         is_traced = any(request.trace is not None for request in requests)
         wanted = LaunchSize(num_rows, shape, processing, asked, rule, adapts, recomputed, has_masks, is_traced)
@@ -231,19 +231,19 @@ class DeviceExecutor:
     def _reserve(self, launch: Launch) -> None:
         """Reserve the slots of a step, whose programs draft, score and verify."""
         if not launch.size.num_models:
-            for one in launch.device_requests:
-                one.drafted_by.clear()  # from here on the drafters miss the emitted tokens
+            for served in launch.device_requests:
+                served.read_by.clear()  # from here on the drafters miss the emitted tokens
         if self.num_launched % _ACCEPTANCE_EVERY == 0:
             self._device.write_acceptance(self._budgets.chances())
         self.num_launched += 1
         self._launches.append(launch)
-        self._scheduler.charge([one.request for one in launch.device_requests])
+        self._scheduler.charge([served.request for served in launch.device_requests])
         self._served.reserve(launch)
         self._drafts.share_slots(launch)
 
     def _num_draft_slots(self) -> int:
         """Return the draft tokens allowed for each request in the next step, or -1 if the last tokens have no slots."""
-        spans = [one.span() for one in self._served]
+        spans = [served.span() for served in self._served]
         available = self._target.cache.num_available
         if not spans or available < len(spans):
             return -1
@@ -262,35 +262,37 @@ class DeviceExecutor:
 
     def _read(self, launch: Launch) -> StepResult:
         """Wait for a step, and free what is not kept of its slots."""
-        draft_time, target_time = launch.wait()
+        results = launch.results
+        draft_time, target_time = results.wait()
         self._device.sizes.observe(launch.size, draft_time + target_time)
         launch.clock.skip_to(self._device.sizes.captured_at)  # until then nothing was computed
-        self._budgets.observe(launch.path_prob())
+        self._budgets.observe(results.path_prob(launch.best_first_rows))
         outcomes = []
-        for row, one in enumerate(launch.device_requests):
-            one.num_in_flight -= 1
-            answer, is_served = launch.answer(row), not (one.has_left or one.request.is_finished)
+        for row, served in enumerate(launch.device_requests):
+            served.num_in_flight -= 1
+            answer, is_served = results.of_row(row), not (served.has_left or served.request.is_finished)
             is_kept = is_served and answer.next_token >= 0
             self._drafts.settle(launch, row, answer, is_kept=is_kept)
             if is_kept:
                 self._served.note_state(launch, row)
                 drafted = self._drafts.names_of(launch, row) if launch.budgets[row].max_nodes else ()
-                self._drawn.note(one.request, answer, drafted)
-                assert answer.tokens[0] == one.request.token_ids[-1]
+                self._drawn.note(served.request, answer, drafted)
+                assert answer.tokens[0] == served.request.token_ids[-1]
                 guesses = launch.guesses[row].tree if launch.guesses else None
                 tree = answer.tree(self._drafts.names_of(launch, row), guesses)
                 outcomes.append(
                     Outcome(
-                        one.span(), tree, answer.acceptance(),
-                        logprobs=launch.logprobs(row, answer), probs=launch.probs(row),
+                        served.span(), tree, answer.acceptance(),
+                        logprobs=results.logprobs(row, answer.emitted, served.request.params),
+                        probs=[] if served.request.trace is None else results.probs(row),
                         num_slots=launch.size.num_slots,
                     )
                 )  # fmt: skip
             else:
-                self._target.cache.commit(one.request.request_id, (), launch.size.num_slots)
+                self._target.cache.commit(served.request.request_id, (), launch.size.num_slots)
             if is_served and not is_kept:
-                self._served.send_away(one)  # an ordinary step finds out what is wrong
-            self._served.release(one)
+                self._served.send_away(served)  # an ordinary step finds out what is wrong
+            self._served.release(served)
         self._launches.popleft()  # last, so that a failure before drops the whole step
         return StepResult(
             [outcome.span for outcome in outcomes], launch.clock, outcomes, launch.num_read,
@@ -305,8 +307,8 @@ class DeviceExecutor:
         """Return all requests to ordinary steps, once what is in flight has been read."""
         if not self._launches:
             self._budgets.next()
-            for one in self._served:
-                self._served.send_away(one)
+            for served in self._served:
+                self._served.send_away(served)
             self._served.dismiss()
 
     def abandon(self) -> None:
@@ -315,15 +317,15 @@ class DeviceExecutor:
             if self._launches:
                 self._device.wait()
         finally:
-            everybody = {id(one): one for launch in self._launches for one in launch.device_requests}
-            everybody |= {id(one): one for one in self._served}
+            everybody = {id(served): served for launch in self._launches for served in launch.device_requests}
+            everybody |= {id(served): served for served in self._served}
             self._launches.clear()
             self._error = None
             self._served.clear()
             self._budgets.next()
-            for one in everybody.values():
-                one.num_in_flight = 0
-                self._served.send_away(one)
-                self._scheduler.keep(one.request, ())
-                self._drafts.forget(one)
-                self._served.release(one)
+            for served in everybody.values():
+                served.num_in_flight = 0
+                self._served.send_away(served)
+                self._scheduler.keep(served.request, ())
+                self._drafts.forget(served)
+                self._served.release(served)

@@ -49,10 +49,10 @@ class DeviceGuesses:
         assert self._drafter is not None
         lookups = frozenset(self._drafter.lookups)
         cut = [
-            replace(budget, drafters=lookups).cut(min(one.request.max_new_tokens - 1, LEVELS[-1]), most_nodes)
-            for one, budget in zip(device_requests, budgets, strict=True)
+            replace(budget, drafters=lookups).cut(min(served.request.max_new_tokens - 1, LEVELS[-1]), most_nodes)
+            for served, budget in zip(device_requests, budgets, strict=True)
         ]
-        trees = self._drafter.draft([one.span() for one in device_requests], cut)
+        trees = self._drafter.draft([served.span() for served in device_requests], cut)
         num_guesses = max(tree.num_guessed for tree in trees)
         shape = shape_of_guesses(num_guesses, max(tree.max_depth for tree in trees), most_nodes)
         if shape is None:
@@ -70,13 +70,13 @@ class DeviceGuesses:
         """
         assert self._drafter is not None
         cut = [
-            budget.cut(min(one.request.max_new_tokens - 1, shape.guess_depth), budget.max_nodes)
-            for one, budget in zip(device_requests, budgets, strict=True)
+            budget.cut(min(served.request.max_new_tokens - 1, shape.guess_depth), budget.max_nodes)
+            for served, budget in zip(device_requests, budgets, strict=True)
         ]
-        trees = self._drafter.look_up([one.span() for one in device_requests], cut)
+        trees = self._drafter.look_up([served.span() for served in device_requests], cut)
         return [
-            _best(one.request, tree, budget, self._drafter.calibration, shape.num_guesses)
-            for one, tree, budget in zip(device_requests, trees, cut, strict=True)
+            _best(served.request, tree, budget, self._drafter.calibration, shape.num_guesses)
+            for served, tree, budget in zip(device_requests, trees, cut, strict=True)
         ]
 
 

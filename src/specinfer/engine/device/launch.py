@@ -28,7 +28,7 @@ class DeviceRequest:
     request: Request
     loan: Loan  # rows for its states while it is served, if layers are recurrent
     num_in_flight: int = 0  # number of steps in flight with it
-    drafted_by: set[str] = field(default_factory=set)  # have read all of its tokens, also those of steps in flight
+    read_by: set[str] = field(default_factory=set)  # have read all of its tokens, also those of steps in flight
     lost_by: set[str] = field(default_factory=set)  # drafters that cannot read it
     has_left: bool = False  # results of steps in flight are dropped
     num_steps: int = 0  # launched with it
@@ -145,8 +145,8 @@ class Marks:
 class Answers:
     """The results of a launch, in a buffer that is overwritten by the second next launch of its size."""
 
-    def __init__(self, marks: Marks, here: dict[str, npt.NDArray[Any]], num_models: int) -> None:
-        self._marks, self._here, self._num_models = marks, here, num_models
+    def __init__(self, marks: Marks, results: dict[str, npt.NDArray[Any]], num_models: int) -> None:
+        self._marks, self._results, self._num_models = marks, results, num_models
 
     def wait(self) -> tuple[float, float]:
         """Wait for the results; return the seconds that the draft loop and the target took on the device."""
@@ -156,11 +156,11 @@ class Answers:
 
     def path_prob(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the summed path probabilities of the nodes of each level: [rows, levels]."""
-        found: npt.NDArray[np.float32] = self._here["path_prob_float32"][list(rows)]
+        found: npt.NDArray[np.float32] = self._results["path_prob_float32"][list(rows)]
         return found[found[:, :1].any(axis=1)] if len(rows) else found
 
     def of_row(self, row: int) -> Answer:
-        here = self._here
+        here = self._results
         lengths, states = [int(of_rows[row]) for of_rows in here["draft_lengths"]], here["uniforms"]
         return Answer(
             trees=[self._tree(number, row) for number in range(max(self._num_models, 1))],
@@ -179,20 +179,20 @@ class Answers:
 
     def _tree(self, number: int, row: int) -> DraftedTree:
         names = TreeNames.of(number, max(self._num_models, 1))
-        size = int(self._here[names.sizes][row])
+        size = int(self._results[names.sizes][row])
         return DraftedTree(
-            *(self._here[name][row, :size].tolist() for name in (names.tokens, names.parents, names.confidence))
+            *(self._results[name][row, :size].tolist() for name in (names.tokens, names.parents, names.confidence))
         )
 
     def probs(self, row: int) -> list[float]:
         """Return what `trace.target_probs` returns for the tree of all."""
-        size = int(self._here[TreeNames.of(0, 1).sizes][row])
-        found: list[float] = np.exp(self._here["node_logprob_float32"][row, :size]).tolist()
+        size = int(self._results[TreeNames.of(0, 1).sizes][row])
+        found: list[float] = np.exp(self._results["node_logprob_float32"][row, :size]).tolist()
         return found
 
     def logprobs(self, row: int, tokens: Sequence[int], params: SamplingParams) -> list[dict[int, Logprob]]:
         """Return the log-probabilities that a request asks for at each of its emitted tokens, by token id."""
-        return read_logprobs(self._here, row, tokens, params)
+        return [] if params.logprobs is None else read_logprobs(self._results, row, tokens, params)
 
 
 @dataclass(slots=True)
@@ -213,7 +213,7 @@ class Launch:
 
     @property
     def requests(self) -> list[Request]:
-        return [one.request for one in self.device_requests]
+        return [served.request for served in self.device_requests]
 
     def write(self, inputs: dict[str, npt.NDArray[Any]], drafters: Sequence[str]) -> None:
         """Write the inputs of the programs, but for those of adapters.
@@ -244,31 +244,14 @@ class Launch:
                     inputs["draft_slots"][number, row, : len(columns)] = columns
                     inputs["drafts"][number, row] = 1
 
-    def wait(self) -> tuple[float, float]:
-        assert self.answers is not None
-        return self.answers.wait()
+    @property
+    def results(self) -> Answers:
+        assert self.answers is not None, "it was launched"
+        return self.answers
 
-    def answer(self, row: int) -> Answer:
-        assert self.answers is not None
-        return self.answers.of_row(row)
-
-    def logprobs(self, row: int, answer: Answer) -> list[dict[int, Logprob]]:
-        """Return the log-probabilities of the tokens emitted by a request; none if it does not ask for them."""
-        assert self.answers is not None
-        params = self.device_requests[row].request.params
-        return [] if params.logprobs is None else self.answers.logprobs(row, answer.emitted, params)
-
-    def probs(self, row: int) -> list[float]:
-        """Return the target's probabilities in a tree for the trace of a request; none if it has no trace."""
-        assert self.answers is not None
-        return [] if self.device_requests[row].request.trace is None else self.answers.probs(row)
-
-    def path_prob(self) -> npt.NDArray[np.float32]:
-        """Return the path probabilities of the requests that best-first trees were grown for: [requests, levels].
-
-        The nodes of fixed expansions count as certain while these grow, so that all are taken.
-        """
-        assert self.answers is not None
+    @property
+    def best_first_rows(self) -> list[int]:
+        """The rows of best-first trees. Nodes of fixed expansions count as certain while they grow."""
         drafted = [any(slots is not None for slots in of_row) for of_row in zip(*self.draft_slots, strict=True)]
         both = enumerate(zip(drafted, self.budgets, strict=False))
-        return self.answers.path_prob([row for row, (is_drafted, budget) in both if is_drafted and not budget.widths])
+        return [row for row, (is_drafted, budget) in both if is_drafted and not budget.widths]

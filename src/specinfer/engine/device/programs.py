@@ -71,7 +71,7 @@ class Programs:
         device = target.loaded.device
         self.inputs, self.results = size.inputs(device), size.results(device)
         self._state, self._target = state, target
-        self._lora_indices = self.inputs.there["lora_indices"] if size.adapts else None
+        self._lora_indices = self.inputs.on_device["lora_indices"] if size.adapts else None
         self._numbers = torch.arange(size.num_rows + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(size.num_rows * size.num_nodes, device=device)
         self._nodes = torch.arange(size.num_nodes, dtype=torch.int32, device=device).repeat(size.num_rows, 1)
@@ -93,15 +93,15 @@ class Programs:
 
     def _grown(self, names: TreeNames) -> DeviceTrees:
         """Return the trees of these results."""
-        tokens, parents, sizes, confidence = (self.results.there[name] for name in names)
-        path_prob = self.results.there["path_prob_float32"]
+        tokens, parents, sizes, confidence = (self.results.on_device[name] for name in names)
+        path_prob = self.results.on_device["path_prob_float32"]
         with torch.inference_mode(mode=False):
             own = path_prob if names == TreeNames.of(0, 1) else torch.zeros_like(path_prob)
             return DeviceTrees(tokens, parents, sizes, confidence, torch.zeros_like(tokens), own)
 
     def _loop(self, number: int, drafter: DeviceDrafter, shape: DraftShape | None) -> DraftLoop:
         assert shape is not None
-        names, inputs, results = TreeNames.of(number, shape.num_models), self.inputs.there, self.results.there
+        names, inputs, results = TreeNames.of(number, shape.num_models), self.inputs.on_device, self.results.on_device
         own = shape.of_model(number)
         slots = inputs["draft_slots"][number, :, : own.num_columns]
         return DraftLoop(
@@ -120,7 +120,7 @@ class Programs:
 
     def draft(self) -> None:
         """Grow the trees of all drafters, one after the other, and merge them, or take those of lookups alone."""
-        shape, inputs, rows = self.size.shape, self.inputs.there, self.size.num_rows
+        shape, inputs, rows = self.size.shape, self.inputs.on_device, self.size.num_rows
         assert shape is not None
         guesses = Guesses(inputs["guess_tokens"], inputs["guess_parents"], inputs["guess_float32"])
         if not self._loops:
@@ -162,7 +162,7 @@ class Programs:
         self._walk(self._lay_out(), self._masks.logits[: len(self._logit_rows)])
 
     def _lay_out(self) -> _Nodes:
-        state, rows, trees, inputs = self._state, self.size.num_rows, self._trees, self.inputs.there
+        state, rows, trees, inputs = self._state, self.size.num_rows, self._trees, self.inputs.on_device
         is_row = self._numbers[:-1] < inputs["num"]
         is_live = is_row & (state.num_left[:rows] > 0)
         if self.size.shape is None:
@@ -209,7 +209,7 @@ class Programs:
         return logits
 
     def _walk(self, nodes: _Nodes, logits: Tensor) -> None:
-        state, rows, trees, results = self._state, self.size.num_rows, self._trees, self.results.there
+        state, rows, trees, results = self._state, self.size.num_rows, self._trees, self.results.on_device
         is_live, num_left, unprocessed = nodes.is_live, state.num_left[:rows], logits
         is_scored = self.size.asked is not None or self.size.is_traced
         if is_scored and (self._adjustments is not None or self._masks is not None):

@@ -56,8 +56,8 @@ class DeviceRows:
         self._graphs = target.graphs or Graphs(self._place, captures=False)
         # Rounded to whole rows, because kernels are compiled once for all lengths that are multiples of a power of two.
         context = -(-max_context // _ROW) * _ROW
-        self.state = DeviceState.empty(num_rows, context, self._place, [one.kind for one in drafters])
-        runners = [target, *(one.runner for one in drafters)]
+        self.state = DeviceState.empty(num_rows, context, self._place, [drafter.kind for drafter in drafters])
+        runners = [target, *(drafter.runner for drafter in drafters)]
         self.sizes = CapturedSizes[Programs](self._graphs, runners, "whole steps")
         self._adjustments = ReservedAdjustments(num_rows, target.loaded.vocab_size, self._place)
         assert target.padded is not None
@@ -182,7 +182,7 @@ class DeviceRows:
         processing = Processing.of(SamplingParams(**sampling_defaults))
         if processing >= Processing.ADJUSTMENT and not self.can_adjust():
             processing = Processing.TRUNCATION
-        kinds, sizes = [one.kind for one in self._drafters], list[LaunchSize]()
+        kinds, sizes = [drafter.kind for drafter in self._drafters], list[LaunchSize]()
         for count in [count for count in REQUESTS if count <= self.num_rows][::-1]:
             most, shapes = self.max_rows // count, list[DraftShape | None]()
             for budget in filter(holds, budgets[::-1] if kinds or has_lookups else ()):
@@ -209,8 +209,8 @@ class DeviceRows:
         draft, score, verify = captured.runs
         assert verify is not None
         turn = programs.inputs.turn()
-        drafters = [one.name for one in self._drafters] if launch.size.num_models else []
-        inputs = programs.inputs.here(turn)
+        drafters = [drafter.name for drafter in self._drafters] if launch.size.num_models else []
+        inputs = programs.inputs.on_host(turn)
         launch.write(inputs, drafters)
         if launch.size.adapts:
             self._place_adapters(inputs["lora_indices"], launch)
@@ -226,13 +226,13 @@ class DeviceRows:
         launch.clock.mark("draft")
         if score is not None:
             programs.results.fetch(back)
-            self._mask(launch, programs.results.here(back), score)
+            self._mask(launch, programs.results.on_host(back), score)
         verify()
         programs.results.fetch(back)
         marks.mark()
         launch.clock.mark("target")
         launch.clock.launched()
-        launch.answers = Answers(marks, programs.results.here(back), launch.size.num_models)
+        launch.answers = Answers(marks, programs.results.on_host(back), launch.size.num_models)
 
     def _mask(self, launch: Launch, results: dict[str, npt.NDArray[Any]], score: Program) -> None:
         """Run the target's pass, and meanwhile send the masks of all nodes whose masks were not sent yet.
@@ -252,10 +252,10 @@ class DeviceRows:
 
     def _place_adapters(self, lora_indices: npt.NDArray[Any], launch: Launch) -> None:
         """Write the slot of each request's adapter. Steps in flight have read the slots before they change there."""
-        padded, adapters = self._target.padded, [one.request.adapter for one in launch.device_requests]
+        padded, adapters = self._target.padded, [served.request.adapter for served in launch.device_requests]
         assert padded is not None
         assert padded.adapter_slots is not None
-        found = padded.adapter_slots.place([None if one is None else one.table for one in adapters])
+        found = padded.adapter_slots.place([None if adapter is None else adapter.table for adapter in adapters])
         assert found is not None, "the scheduler runs requests with as many adapters as there are slots"
         lora_indices[:] = 0
         lora_indices[: len(found)] = found
@@ -269,7 +269,9 @@ class DeviceRows:
 
     def _made(self, size: LaunchSize) -> Programs:
         """Return programs without requests, as captures run them."""
-        drafters = [DeviceDrafter(one.runner, one.kind, one.vocabulary.to_target) for one in self._drafters]
+        drafters = [
+            DeviceDrafter(drafter.runner, drafter.kind, drafter.vocabulary.to_target) for drafter in self._drafters
+        ]
         adjustments = self._adjustments.rows
         if adjustments is None and size.processing >= Processing.ADJUSTMENT:  # to compile kernels for later requests
             adjustments = Adjustments.empty(size.num_rows, self._target.loaded.vocab_size, self._place)

@@ -73,13 +73,13 @@ class DrawnRequests:
             most_nodes: Draft tokens of a request that a step with this number of rows may have.
         """
         found = [
-            (one, budget)
-            for one, budget in zip(device_requests, budgets, strict=True)
-            if self.has(one.request) and not holds_expansion(shape, budget)
+            (served, budget)
+            for served, budget in zip(device_requests, budgets, strict=True)
+            if self.has(served.request) and not holds_expansion(shape, budget)
         ]
         self._too_wide = {request: rows for request, rows in self._too_wide.items() if not request.is_finished}
-        self._too_wide |= {one.request: num_rows for one, budget in found if budget.max_nodes > most_nodes}
-        return [one for one, _ in found]
+        self._too_wide |= {served.request: num_rows for served, budget in found if budget.max_nodes > most_nodes}
+        return [served for served, _ in found]
 
     def note(self, request: Request, answer: Answer, drafters: Sequence[str | None]) -> None:
         """Let a request continue with random numbers that were not used.
@@ -150,22 +150,22 @@ class ServedRequests:
                 continue
             others.pop(request, None)
             self._barred.pop(request, None)
-            one = DeviceRequest(request, loan, num_recomputed=len(slots) - loan.num_known)
-            self._by_row.append(one)  # first, so that a failure from here on releases it
-            self._scheduler.mark_in_flight([one.span()])
+            served = DeviceRequest(request, loan, num_recomputed=len(slots) - loan.num_known)
+            self._by_row.append(served)  # first, so that a failure from here on releases it
+            self._scheduler.mark_in_flight([served.span()])
             self._rows.write(len(self._by_row) - 1, request, slots, loan=loan, is_drawn=self._drawn.has(request))
 
     def _rows_of_others(self) -> dict[Request, int]:
         """Return the rows of the states of running requests that are not served here; -1 for none."""
         if not self._states.pools:
             return {}
-        served = {one.request for one in self._by_row}
-        running = [request for request in self._scheduler.running if request not in served]
+        members = {served.request for served in self._by_row}
+        running = [request for request in self._scheduler.running if request not in members]
         return {request: self._states.latest(self._cache.slots(request.request_id))[1] for request in running}
 
     def _paid(self, others: Sequence[Request] = ()) -> set[Request]:
         """Return those of the requests here, and then of others, whose masks of grammars their tenants' credit pays."""
-        return set(self._scheduler.grammar_turns.choose([*(one.request for one in self._by_row), *others]))
+        return set(self._scheduler.grammar_turns.choose([*(served.request for served in self._by_row), *others]))
 
     def _may_join(self, request: Request) -> bool:
         if self._barred.get(request) == request.num_output:
@@ -188,43 +188,43 @@ class ServedRequests:
 
     def reserve(self, launch: Launch) -> None:
         """Reserve slots of the target, and rows for states, for the requests of a step that is launched next."""
-        for one in launch.device_requests:
-            one.num_in_flight += 1
-            launch.slots.append(self._cache.reserve(one.request.request_id, launch.size.num_slots))
-            launch.state_rows.append(one.next_state_row())
+        for served in launch.device_requests:
+            served.num_in_flight += 1
+            launch.slots.append(self._cache.reserve(served.request.request_id, launch.size.num_slots))
+            launch.state_rows.append(served.next_state_row())
             self._states.drop(launch.slots[-1])
             self._states.forget(launch.state_rows[-1])
-            one.num_recomputed = launch.size.max_depth  # the longest path
+            served.num_recomputed = launch.size.max_depth  # the longest path
 
     def note_state(self, launch: Launch, row: int) -> None:
         """Note that a step which was read, and is kept, has written a state after its root."""
         self._states.note(launch.state_rows[row], int(launch.slots[row][0]))
 
-    def send_away(self, one: DeviceRequest) -> None:
+    def send_away(self, served: DeviceRequest) -> None:
         """Let a request take an ordinary step before it joins again; results of its steps in flight are dropped."""
-        one.has_left = True
-        self._barred[one.request] = one.request.num_output
+        served.has_left = True
+        self._barred[served.request] = served.request.num_output
 
     def dismiss(self) -> None:
         """Reuse the rows of requests that have ended or left, and of those that rest, with their grammars."""
         paid = self._paid()
-        for one in self._by_row:
-            one.has_left |= one.request.is_finished or not (one.num_in_flight or one.request in paid)
-        for one in [one for one in self._by_row if one.has_left]:
-            row, last = self._by_row.index(one), len(self._by_row) - 1
+        for served in self._by_row:
+            served.has_left |= served.request.is_finished or not (served.num_in_flight or served.request in paid)
+        for served in [served for served in self._by_row if served.has_left]:
+            row, last = self._by_row.index(served), len(self._by_row) - 1
             if row != last:
                 self._rows.move(last, row)
                 self._by_row[row] = self._by_row[last]
             self._by_row.pop()
-            self.release(one)
+            self.release(served)
         for request in [request for request in self._barred if request.is_finished]:
             del self._barred[request]
 
-    def release(self, one: DeviceRequest) -> None:
+    def release(self, served: DeviceRequest) -> None:
         """Return a request to the scheduler if it has left, and none of its steps is in flight."""
-        if one.has_left and not one.num_in_flight:
-            self._scheduler.release([one.span()])
-            self._states.take_back(one.request)
+        if served.has_left and not served.num_in_flight:
+            self._scheduler.release([served.span()])
+            self._states.take_back(served.request)
 
     def clear(self) -> None:
         """Forget all rows, without a look at what is in flight."""

@@ -158,16 +158,16 @@ class Exchange:
         with torch.inference_mode(mode=False):
             self._device = torch.zeros(total, dtype=torch.int32, device=device)
             self._hosts = [torch.zeros(total, dtype=torch.int32, pin_memory=pins) for _ in range(2)]
-        self.there: dict[str, Tensor] = {}
-        self._here: list[dict[str, npt.NDArray[np.generic]]] = [{}, {}]
+        self.on_device: dict[str, Tensor] = {}
+        self._host_views: list[dict[str, npt.NDArray[np.generic]]] = [{}, {}]
         for name, shape in shapes.items():
             part = slice(start, start + sizes[name])
             is_float = name.endswith("float32")
-            on_device = self._device[part]
-            self.there[name] = (on_device.view(torch.float32) if is_float else on_device).view(shape)
-            for host, views in zip(self._hosts, self._here, strict=True):
-                numbers = host.numpy()[part]
-                views[name] = (numbers.view(np.float32) if is_float else numbers).reshape(shape)
+            numbers = self._device[part]
+            self.on_device[name] = (numbers.view(torch.float32) if is_float else numbers).view(shape)
+            for host, views in zip(self._hosts, self._host_views, strict=True):
+                values = host.numpy()[part]
+                views[name] = (values.view(np.float32) if is_float else values).reshape(shape)
             start += rooms[name]
         self._turn = 0
 
@@ -176,9 +176,9 @@ class Exchange:
         self._turn ^= 1
         return self._turn
 
-    def here(self, turn: int) -> dict[str, npt.NDArray[np.generic]]:
+    def on_host(self, turn: int) -> dict[str, npt.NDArray[np.generic]]:
         """Return the views of one of the host's buffers."""
-        return self._here[turn]
+        return self._host_views[turn]
 
     def send(self, turn: int) -> None:
         self._device.copy_(self._hosts[turn], non_blocking=True)
