@@ -20,7 +20,6 @@ import reference
 from interpreter import interpreted
 from reference import trees as reference_trees
 from specinfer.core.tree import TokenTree
-from specinfer.ops import tree_ops
 from specinfer.ops.tree_layout import TreeLayout, num_words, pack_bits, unpack_bits
 from specinfer.ops.triton.attention import attend
 from specinfer.ops.triton.blocks import Blocks, Device, choose_blocks, device_of
@@ -91,7 +90,7 @@ def test_the_twin_of_a_chain_reads_no_bits() -> None:
 
 def test_where_to_write_is_written_to() -> None:
     case = AttentionCase([Part(3, 1, wide(2))])
-    for run in (reference_trees.attend, attend, tree_ops.attend):
+    for run in (reference_trees.attend, attend):
         out = torch.full((case.layout.num_tokens, 4, 16), torch.nan)
         assert case.run(run, out=out) is out
         check(out, case.expected())
@@ -246,7 +245,7 @@ def test_long_contexts_are_split_for_few_requests_only() -> None:
 # -------------------------------------------------------------------------------------------- store
 
 
-@pytest.mark.parametrize("run", [store, reference_trees.store, tree_ops.store])
+@pytest.mark.parametrize("run", [store, reference_trees.store])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_store(run: Callable[..., None], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)

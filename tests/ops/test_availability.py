@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from specinfer import LLM, SamplingParams, StructuredOutputsParams
 from specinfer.core.files import cache_folder
+from specinfer.core.rules import RULES
+from specinfer.ops import tree_ops
 from specinfer.ops import triton as kernels
 
 CPU = torch.device("cpu")
@@ -180,3 +183,19 @@ def test_the_smallest_kernel_runs_on_the_device_that_is_asked_about(monkeypatch:
     monkeypatch.setattr(torch, "ones", lambda *size, device: ones(*size))
     monkeypatch.setattr(gate, "gate", gate_there)
     assert kernels.why_not_on(asked) is None
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_engines_on_a_cpu_run_no_operation_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests install a back end for tensors of a CPU, which no user has."""
+
+    def refuse(name: str) -> Any:
+        raise AssertionError(name)
+
+    monkeypatch.setattr(tree_ops, "back_end", refuse)
+    sampled = SamplingParams(max_tokens=6, top_k=9, repetition_penalty=1.2, logprobs=2)
+    for rule in RULES:
+        with LLM("demo", verification=rule) as llm:
+            masked = SamplingParams(max_tokens=6, structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
+            outputs = llm.generate(["a", "b", "c"], [SamplingParams(max_tokens=6, temperature=0.0), sampled, masked])
+        assert all(output.outputs[0].token_ids for output in outputs)

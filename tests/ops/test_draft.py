@@ -11,7 +11,6 @@ from torch import Tensor
 from interpreter import interpreted
 from reference import draft as reference_draft
 from specinfer.core.tree import TokenTree
-from specinfer.ops import tree_ops
 from specinfer.ops.tree_layout import pack_bits, unpack_bits
 from specinfer.ops.trees import Candidates, ChanceTable, DeviceTrees, Frontier, Guesses, Limits, Sampling
 from specinfer.ops.triton import candidates as of_levels
@@ -67,7 +66,7 @@ def test_candidates_are_those_of_the_plain_version(
     )
     accepted = torch.rand(requests * nodes, generator=_random(3)) if is_predicted else None
     found = []
-    for run in (reference_draft.add_candidates, of_levels.add_candidates, tree_ops.add_candidates):
+    for run in (reference_draft.add_candidates, of_levels.add_candidates):
         found.append(Candidates.empty(requests, 20 + nodes * width, CPU))
         for room in _parts(found[-1]):
             room.fill_(77)
@@ -119,7 +118,7 @@ def test_the_next_frontier_is_that_of_the_plain_version(
     everything.path_prob.copy_(torch.where(steps == 5, -1.0, steps / 4))
     everything.path_prob[1] = -1.0
     found: list[list[Tensor]] = []
-    for run in (reference_draft.next_frontier, draft.next_frontier, tree_ops.next_frontier):
+    for run in (reference_draft.next_frontier, draft.next_frontier):
         everything.columns.fill_(-1)
         out = _frontier(requests, width, level, 5, words)
         level_probs = torch.zeros((requests, 4))
@@ -149,7 +148,7 @@ def test_the_next_frontier_is_that_of_the_plain_version(
         assert (path_prob[request, len(chosen) :] == -1).all()
 
 
-@pytest.mark.parametrize("run", [reference_draft.merge_guesses, draft.merge_guesses, tree_ops.merge_guesses])
+@pytest.mark.parametrize("run", [reference_draft.merge_guesses, draft.merge_guesses])
 def test_guesses_are_merged_by_the_tokens_of_their_paths(run: Any) -> None:
     """Some are candidates already, whose path probability they may raise, some follow those, and some are new."""
     everything = Candidates.empty(2, 8, CPU)
@@ -197,7 +196,7 @@ def test_the_best_tree_is_that_of_the_plain_version(num_nodes: int) -> None:
     roots = torch.arange(requests) + 500
     root_columns = torch.tensor([0, 6, 2, 1, 0], dtype=torch.int32) if num_nodes > 7 else roots % 2 == 0
     found: list[list[Tensor]] = []
-    for run in (reference_draft.best_tree, draft.best_tree, tree_ops.best_tree):
+    for run in (reference_draft.best_tree, draft.best_tree):
         ints = torch.full((3, requests, 1 + num_nodes), -9, dtype=torch.int32)
         out = DeviceTrees(ints[0], ints[1], ints[2, :, 0].clone(), ints[0].float(), ints[2], torch.zeros(5, 1))
         run(everything.path_prob, everything, roots, root_columns, limits, out)
@@ -211,7 +210,7 @@ def test_the_best_tree_is_that_of_the_plain_version(num_nodes: int) -> None:
     assert found[0][0][:, 0].tolist() == roots.tolist()
 
 
-@pytest.mark.parametrize("run", [reference_draft.mark_ancestors, draft.mark_ancestors, tree_ops.mark_ancestors])
+@pytest.mark.parametrize("run", [reference_draft.mark_ancestors, draft.mark_ancestors])
 def test_nodes_see_their_ancestors_and_themselves(run: Any) -> None:
     @given(st.lists(trees(max_nodes=40), min_size=1, max_size=3), st.integers(0, 4))
     @settings(max_examples=10)
@@ -232,7 +231,7 @@ def test_nodes_see_their_ancestors_and_themselves(run: Any) -> None:
     check()
 
 
-@pytest.mark.parametrize("run", [reference_draft.keep_drafted, draft.keep_drafted, tree_ops.keep_drafted])
+@pytest.mark.parametrize("run", [reference_draft.keep_drafted, draft.keep_drafted])
 def test_what_the_drafter_computed_of_a_path_is_kept(run: Any) -> None:
     """Requests with a known token more, with a last node that was not computed, without a path, draft or tree."""
     path = torch.tensor([[1, 3, -1], [2, 4, 5], [-1, -1, -1], [1, -1, -1], [-1, -1, -1]], dtype=torch.int32)

@@ -42,7 +42,7 @@ LIMITS = [
     SamplingParams(temperature=0.0, top_k=2, top_p=0.1),
     SamplingParams(top_k=10**12, top_p=1e-9),
 ]
-RUNS = pytest.mark.parametrize("run", [reference_processing.least_kept, truncation.least_kept, tree_ops.least_kept])
+RUNS = pytest.mark.parametrize("run", [reference_processing.least_kept, truncation.least_kept])
 LeastKept = Callable[[Tensor, Truncation], Tensor]
 
 
@@ -159,7 +159,7 @@ def _requests() -> list[Request]:
     return found
 
 
-@pytest.mark.parametrize("run", [reference_processing.mask_logits, adjustment.mask_logits, tree_ops.mask_logits])
+@pytest.mark.parametrize("run", [reference_processing.mask_logits, adjustment.mask_logits])
 def test_tokens_whose_bit_is_not_set_are_masked(run: Any) -> None:
     """Also the last token of a word; bits of further tokens, and those of other rows, are not read."""
     vocab, rows = 2100, 4
@@ -177,7 +177,7 @@ def test_tokens_whose_bit_is_not_set_are_masked(run: Any) -> None:
     assert (roots == -torch.inf).all()
 
 
-@pytest.mark.parametrize("run", [reference_processing.adjust_logits, adjustment.adjust_logits, tree_ops.adjust_logits])
+@pytest.mark.parametrize("run", [reference_processing.adjust_logits, adjustment.adjust_logits])
 @pytest.mark.parametrize("of_trees", [True, False])
 def test_adjusted_logits_are_those_of_one_request_at_a_time(run: Any, of_trees: bool) -> None:
     """Bit for bit: of the nodes of trees, and of candidates, whose root has no number."""

@@ -20,7 +20,6 @@ from reference import trees as reference_trees
 from specinfer.core.noise import gumbel
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree
-from specinfer.ops import tree_ops
 from specinfer.ops.triton import choose as choosing
 from specinfer.ops.triton.choose import choose
 from specinfer.ops.triton.commit import commit
@@ -31,8 +30,8 @@ from tree_cases import bushy, wide
 
 pytestmark = interpreted
 Choose = Callable[..., Tensor]
-CHOOSES = pytest.mark.parametrize("run", [reference_trees.choose, choose, tree_ops.choose])
-WALKS = pytest.mark.parametrize("run", [reference_trees.walk, walk, tree_ops.walk])
+CHOOSES = pytest.mark.parametrize("run", [reference_trees.choose, choose])
+WALKS = pytest.mark.parametrize("run", [reference_trees.walk, walk])
 
 
 def _rows(seeds: Sequence[int], positions: Sequence[int], temperatures: Sequence[float]) -> tuple[Tensor, ...]:
@@ -199,7 +198,7 @@ def test_no_tree_and_no_capacity(run: Any) -> None:
 # ------------------------------------------------------------------------------------------- commit
 
 
-@pytest.mark.parametrize("run", [reference_trees.commit, commit, tree_ops.commit])
+@pytest.mark.parametrize("run", [reference_trees.commit, commit])
 def test_commit_lists_the_slots_of_the_path(run: Any) -> None:
     table = torch.arange(3 * 8, dtype=torch.int32).view(3, 8)
     lens = torch.tensor([3, 0, 5], dtype=torch.int32)

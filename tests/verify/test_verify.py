@@ -21,7 +21,7 @@ from specinfer.core.rules import RULES, random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree
 from specinfer.ops import tree_ops
-from specinfer.ops.cpu import choice, transfers
+from specinfer.ops.cpu import transfers
 from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance, batch, verify, verify_coupled
 from specinfer.verify.algorithms import SeededSource
 from tiny import make_request, paths_of, trees
@@ -144,9 +144,8 @@ def test_all_nodes_at_once_or_level_by_level(
         patch.setattr(tree_ops, "choose", counted)
         assert verify("coupled", logits, requests, forest) == wanted
     assert asked == [sum(map(len, forest))]
-    with pytest.MonkeyPatch.context() as patch:  # without native code
+    with pytest.MonkeyPatch.context() as patch:  # node by node
         patch.setattr(batch, "chooses", lambda _: False)
-        patch.setattr(choice, "library", lambda: None)
         assert verify("coupled", logits, requests, forest) == wanted
 
 

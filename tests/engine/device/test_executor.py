@@ -890,15 +890,15 @@ def test_steps_that_there_is_no_memory_to_capture_are_ordinary(
     most_rows: int, pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those of fewer requests are taken on the device all the same."""
-    capture, launched, failed = DeviceRows._capture, list[int](), list[int]()
+    make, launched, failed = DeviceRows._made, list[int](), list[int]()
 
-    def captured(self: DeviceRows, size: LaunchSize) -> Any:
+    def made(self: DeviceRows, size: LaunchSize) -> Any:
         if size.num_rows > most_rows:
             failed.append(size.num_rows)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return capture(self, size)
+        return make(self, size)
 
-    monkeypatch.setattr(DeviceRows, "_capture", captured)
+    monkeypatch.setattr(DeviceRows, "_made", made)
     launch = DeviceRows.launch
 
     def counted(self: DeviceRows, one: Launch) -> None:

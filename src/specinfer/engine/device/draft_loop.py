@@ -5,7 +5,7 @@ tokens of its paths as the guesses of lookups are, so the last one's tree is tha
 computed of an accepted path is found by following the path in its own tree.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from specinfer.engine.device.known_tokens import (
     KnownRoot,
     KnownTokens,
 )
+from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.passes import BlockPass, DraftColumns, LevelPasses, Passes, PassInputs
 from specinfer.engine.device.processing import LogitProcessor
 from specinfer.engine.device.state import DeviceState, DraftState
@@ -216,3 +217,65 @@ class DraftLoop:
     def keep(self, walked: Walk, merged: DeviceTrees) -> None:
         """Keep what the drafter computed of the accepted paths, which are in the merged trees of all drafters."""
         self._known.keep(walked, self.trees, merged)
+
+
+class DraftLoops:
+    """The draft loops of a launch, which run one after the other; the last one's trees are those of all drafters.
+
+    Args:
+        size: Rows and tree shape of the launch.
+        drafters: The drafters.
+        state: Rows of the requests.
+        inputs: What the host sends, by the names of `LaunchSize.draft_inputs`.
+        trees: The trees of each drafter, written to.
+        kept: Columns that each drafter keeps, and their number, written to.
+        target_vocab: Number of tokens of the target.
+        draws: The draws of the trees, written to, or None if all tokens are chosen.
+        lora_indices: [rows] int32 slots of adapters, or None in steps without.
+    """
+
+    def __init__(
+        self,
+        size: LaunchSize,
+        drafters: Sequence[DeviceDrafter],
+        state: DeviceState,
+        inputs: Mapping[str, Tensor],
+        trees: Sequence[DeviceTrees],
+        kept: Sequence[Kept],
+        target_vocab: int,
+        draws: DeviceDraws | None = None,
+        lora_indices: Tensor | None = None,
+    ) -> None:
+        assert size.shape is not None
+        self._state, self._inputs, self._trees, self._loops = state, inputs, trees, list[DraftLoop]()
+        for number, drafter in enumerate(drafters):
+            shape = size.shape.of_model(number)
+            slots = inputs["draft_slots"][number, :, : shape.num_columns]
+            of_host = DraftInputs(slots, inputs["drafts"][number], inputs["max_nodes"][number], lora_indices)
+            loop = DraftLoop(
+                drafter, shape, state, state.drafts[number], of_host, trees[number], kept[number], target_vocab, draws
+            )
+            self._loops.append(loop)
+
+    def grow(self, process: LogitProcessor, guesses: Guesses | None = None) -> None:
+        """Grow the trees of all drafters, and merge them.
+
+        Args:
+            process: The processing of logits.
+            guesses: What lookups propose, or None for nothing.
+        """
+        inputs, rows = self._inputs, len(self._inputs["max_depth"])
+        # The token after the path needs no draft token.
+        max_depth = torch.minimum(inputs["max_depth"], self._state.num_left[:rows] - 1)
+        limits = Limits(inputs["max_nodes"][0], max_depth, inputs["least_float32"], inputs["widths"])
+        before = None
+        for loop in self._loops:
+            before = loop.grow(inputs["num"], limits, process, guesses, before, is_last=loop is self._loops[-1])
+        last = self._trees[-1]
+        for trees in self._trees[:-1]:
+            torch.maximum(last.path_prob, trees.path_prob, out=last.path_prob)
+
+    def keep(self, walked: Walk) -> None:
+        """Keep what the drafters computed of the accepted paths."""
+        for loop in self._loops:
+            loop.keep(walked, self._trees[-1])

@@ -19,9 +19,8 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeArrays, TreeBudget, depths_of
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS
 from specinfer.drafters.kind import DraftKind
-from specinfer.engine.device.draft_loop import DeviceDrafter, DraftLoop
-from specinfer.engine.device.known_tokens import DraftInputs
-from specinfer.engine.device.launch_size import LaunchSize
+from specinfer.engine.device.draft_loop import DeviceDrafter, DraftLoops
+from specinfer.engine.device.launch_size import LaunchSize, write_budget
 from specinfer.engine.device.masks import write_masks
 from specinfer.engine.device.processing import AdjustedRows, LogitProcessor, Processing
 from specinfer.engine.device.state import DeviceState, DraftState, Exchange
@@ -31,7 +30,7 @@ from specinfer.model.kv_cache import Slots
 from specinfer.ops.cpu.choice import SUPPORT
 from specinfer.ops.logits import Truncation
 from specinfer.ops.tree_layout import num_words
-from specinfer.ops.trees import DeviceDraws, DeviceTrees, Limits
+from specinfer.ops.trees import DeviceDraws, DeviceTrees
 from specinfer.verify.logits import log_min_p, temperature_of, top_k_of
 
 _UPDATES = 16  # cells of a table that a program may change per request without separate copies
@@ -68,8 +67,8 @@ class Tables:
 
     @property
     def by_name(self) -> dict[str, SlotTable]:
-        results = {"own": self.own, "target": self.target, "following": self.following}
-        return {name: table for name, table in results.items() if table is not None}
+        tables = {"own": self.own, "target": self.target, "following": self.following}
+        return {name: table for name, table in tables.items() if table is not None}
 
     def write(self, changes: Mapping[str, Iterable[Change]], inputs: Numbers) -> None:
         """Write the changes of each table to the inputs."""
@@ -99,14 +98,10 @@ class DraftRow(NamedTuple):
         """Write the inputs of a row."""
         request, budget, params = self.request, self.budget, self.request.params
         numbers = {
-            "reads": 1,
             "known": len(request.token_ids) - 1,
             "computed": self.num_computed,
             "has_two": self.num_unread == 2,
             "is_drawn": self.is_drawn,
-            "max_nodes": budget.max_nodes,
-            "max_depth": budget.max_depth,
-            "least_float32": budget.min_path_prob,
             "temperatures_float32": temperature_of(params),
             "log_min_p_float32": log_min_p(params),
             "top_k": top_k_of(params, target_vocab),
@@ -126,30 +121,26 @@ class DraftRow(NamedTuple):
         inputs["is_masked"][row] = is_masked = request.restricts_tokens(0)
         if is_masked:
             write_masks(inputs["allowed"].view(np.uint8)[row : row + 1, : -(-target_vocab // 8)], request, [()])
-        inputs["widths"][row] = 0
-        inputs["widths"][row, : len(budget.widths)] = budget.widths
+        write_budget(inputs, row, budget)
+        inputs["drafts"][0, row], inputs["max_nodes"][0, row] = 1, budget.max_nodes
         if len(self.slots):
-            inputs["slots"][row] = self.slots
+            inputs["draft_slots"][0, row] = self.slots
 
 
 def input_shapes(size: LaunchSize, tables: Tables, vocab: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a program's inputs, those of 64 bits first."""
-    assert size.shape is not None
-    rows, shape = size.num_rows, size.shape
+    rows = size.num_rows
     wide = dict.fromkeys(("roots", "before", "seeds", "streams", "first_draw", "top_p"), (rows, 2))
     of_tables = dict.fromkeys(
         [f"{name}_{what}" for name in tables.by_name for what in ("cells", "values")], (rows * _UPDATES,)
     )
-    names = ("known", "computed", "has_two", "is_drawn", "reads", "max_nodes", "max_depth", "top_k")
+    names = ("known", "computed", "has_two", "is_drawn", "top_k", "is_masked")
     return {
         **wide,
-        "num": (1,),
-        **dict.fromkeys((*names, "least_float32", "temperatures_float32", "log_min_p_float32"), (rows,)),
-        "slots": (rows, shape.num_columns),
-        "widths": (rows, shape.num_levels),
+        **size.draft_inputs(),
+        **dict.fromkeys((*names, "temperatures_float32", "log_min_p_float32"), (rows,)),
         "lines_float32": (2, 3, RANKS * (len(MIDDLE) + 1)),
         "adjusted_rows": (rows if size.processing >= Processing.ADJUSTMENT else 0,),
-        "is_masked": (rows,),
         "allowed": (rows if size.is_masked else 0, num_words(vocab)),  # a bit for each token
         **of_tables,
     }
@@ -193,12 +184,10 @@ class DraftProgram:
                 probs = _wide(results["draw_probs"], torch.float64)
                 draws = DeviceDraws(results["draw_nodes"], results["draw_tokens"], probs)
             kept = torch.zeros((rows, size.max_depth + 1), dtype=torch.int32, device=device)
-            self._loop = DraftLoop(
-                drafter, self.shape, self._state, self._state.drafts[0],
-                DraftInputs(given["slots"], given["reads"], given["max_nodes"]),
-                DeviceTrees(*(results[name] for name in (*_TREES, "path_prob_float32"))),
-                (kept, kept[:, 0].contiguous()), target_vocab, draws,
-            )  # fmt: skip
+            trees = DeviceTrees(*(results[name] for name in (*_TREES, "path_prob_float32")))
+            self._loops = DraftLoops(
+                size, [drafter], self._state, given, [trees], [(kept, kept[:, 0].contiguous())], target_vocab, draws
+            )
 
     def _made_state(self, rows: int, device: torch.device) -> DeviceState:
         """Return the state of the requests: views of the inputs and the tables."""
@@ -251,8 +240,7 @@ class DraftProgram:
         process = LogitProcessor(
             state.truncation if processing else None, adjustments, (lambda: masks) if self.size.is_masked else None
         )
-        limits = Limits(given["max_nodes"], given["max_depth"], given["least_float32"], given["widths"])
-        self._loop.grow(given["num"], limits, process, None, None, is_last=True)
+        self._loops.grow(process)
 
     def tree(self, results: Numbers, row: int, drafter: str, *, is_drawn: bool) -> tuple[TokenTree, list[int]]:
         """Return the tree of a request, and the column of each node; -1 for nodes that the drafter has not computed.

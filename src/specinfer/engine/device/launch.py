@@ -13,7 +13,7 @@ from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
-from specinfer.engine.device.launch_size import LaunchSize, TreeNames
+from specinfer.engine.device.launch_size import LaunchSize, TreeNames, write_budget
 from specinfer.engine.device.logprobs import read_logprobs
 from specinfer.engine.timer import StageClock
 from specinfer.model.kv_cache import Slots
@@ -224,14 +224,9 @@ class Launch:
         inputs["num"][0] = len(self.device_requests)
         for row, (slots, budget) in enumerate(zip(self.slots, self.budgets, strict=True)):
             inputs["slots"][row] = slots[: self.size.num_nodes]
-            inputs["max_depth"][row] = budget.max_depth
             for number, name in enumerate(drafters):
                 inputs["max_nodes"][number, row] = budget.max_nodes if budget.asks(name) else 0
-            inputs["least_float32"][row] = budget.min_path_prob
-            widths = inputs["widths"][row]
-            widths[:] = 0
-            used = budget.widths[: len(widths)]
-            widths[: len(used)] = used
+            write_budget(inputs, row, budget)
         inputs["guess_tokens"][:], inputs["guess_parents"][:], inputs["guess_float32"][:] = 0, -1, -1.0
         for row, (tree, path_prob) in enumerate(self.guesses):
             inputs["guess_tokens"][row, : tree.num_guessed] = tree.tokens[1:]

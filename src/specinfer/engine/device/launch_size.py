@@ -1,10 +1,13 @@
 """LaunchSize: the fixed sizes of a step on a device, and of the inputs and results that it exchanges with the host."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 
+from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.draft_shape import DraftShape
 from specinfer.engine.device.logprobs import Asked, result_shapes
 from specinfer.engine.device.processing import Processing
@@ -88,20 +91,27 @@ class LaunchSize:
             return self.shape is other.shape
         return self.shape.holds(other.shape)
 
+    def draft_inputs(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the inputs of draft loops."""
+        rows, models = self.num_rows, self.num_models
+        return {
+            "num": (1,),
+            "draft_slots": (models, rows, self.num_columns),
+            "drafts": (models, rows),  # 1 if the drafter has read the request
+            "max_nodes": (models, rows),  # 0 if the drafter is not asked
+            "max_depth": (rows,),
+            "widths": (rows, self.shape.num_levels if self.shape else 0),
+            "least_float32": (rows,),
+        }
+
     def inputs(self, device: torch.device) -> Exchange:
-        rows, levels = self.num_rows, self.shape.num_levels if self.shape else 0
-        guesses, models = (rows, self.shape.num_guesses if self.shape else 0), self.num_models
+        rows = self.num_rows
+        guesses = (rows, self.shape.num_guesses if self.shape else 0)
         return Exchange(
             {
-                "num": (1,),
+                **self.draft_inputs(),
                 "slots": (rows, self.num_nodes),
                 "lora_indices": (rows if self.adapts else 0,),  # of the adapters of requests
-                "draft_slots": (models, rows, self.num_columns),
-                "drafts": (models, rows),  # 1 if the drafter has read the request
-                "max_nodes": (models, rows),  # 0 if the drafter is not asked
-                "max_depth": (rows,),
-                "widths": (rows, levels),
-                "least_float32": (rows,),
                 "guess_tokens": guesses,
                 "guess_parents": guesses,
                 "guess_float32": guesses,  # path probabilities; -1 where there is no guess
@@ -135,3 +145,12 @@ class LaunchSize:
             names = TreeNames.of(number, max(self.num_models, 1))
             found |= zip(names, ((rows, nodes), (rows, nodes), (rows,), (rows, nodes)), strict=True)
         return found
+
+
+def write_budget(inputs: Mapping[str, npt.NDArray[Any]], row: int, budget: TreeBudget) -> None:
+    """Write the limits of a request's tree, but for its nodes, to the inputs of draft loops."""
+    inputs["max_depth"][row], inputs["least_float32"][row] = budget.max_depth, budget.min_path_prob
+    widths = inputs["widths"][row]
+    widths[:] = 0
+    used = budget.widths[: len(widths)]
+    widths[: len(used)] = used

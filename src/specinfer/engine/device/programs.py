@@ -12,9 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specinfer.engine.device.draft_loop import DeviceDrafter, DraftLoop
-from specinfer.engine.device.draft_shape import DraftShape
-from specinfer.engine.device.known_tokens import DraftInputs
+from specinfer.engine.device.draft_loop import DeviceDrafter, DraftLoops
 from specinfer.engine.device.launch_size import LaunchSize, TreeNames
 from specinfer.engine.device.logprobs import write_logprobs, write_node_logprobs
 from specinfer.engine.device.masks import TokenMasks
@@ -30,7 +28,7 @@ from specinfer.ops import AdapterRows, tree_ops
 from specinfer.ops.cpu.choice import SUPPORT
 from specinfer.ops.logits import Adjustments, Paths
 from specinfer.ops.tree_layout import TreeLayout
-from specinfer.ops.trees import DeviceDraws, DeviceTrees, Guesses, Limits, WalkInputs
+from specinfer.ops.trees import DeviceDraws, DeviceTrees, Guesses, WalkInputs
 
 
 class _Nodes(NamedTuple):
@@ -88,29 +86,23 @@ class Programs:
             self._draws = DeviceDraws.empty(size.num_rows, size.num_nodes - 1, support, device) if size.rule else None
         self._scan = DeviceScan(size, state, target) if is_hybrid(target.loaded.model) else None
         # In what is sent to the host, from the first program to the second.
-        self._trees = self._grown(TreeNames.of(0, 1))
-        self._loops = [] if not size.num_models else [self._loop(i, one, size.shape) for i, one in enumerate(drafters)]
+        names = [TreeNames.of(number, max(size.num_models, 1)) for number in range(max(size.num_models, 1))]
+        trees = [self._grown(each, is_last=each is names[-1]) for each in names]
+        self._trees, self._loops = trees[-1], None
+        if size.num_models:
+            kept = zip(self.results.on_device["draft_path"], self.results.on_device["draft_lengths"], strict=True)
+            self._loops = DraftLoops(
+                size, drafters, state, self.inputs.on_device, trees, list(kept), target.loaded.vocab_size,
+                self._draws, self._lora_indices,
+            )  # fmt: skip
 
-    def _grown(self, names: TreeNames) -> DeviceTrees:
+    def _grown(self, names: TreeNames, *, is_last: bool) -> DeviceTrees:
         """Return the trees of these results."""
         tokens, parents, sizes, confidence = (self.results.on_device[name] for name in names)
         path_prob = self.results.on_device["path_prob_float32"]
         with torch.inference_mode(mode=False):
-            own = path_prob if names == TreeNames.of(0, 1) else torch.zeros_like(path_prob)
-            return DeviceTrees(tokens, parents, sizes, confidence, torch.zeros_like(tokens), own)
-
-    def _loop(self, number: int, drafter: DeviceDrafter, shape: DraftShape | None) -> DraftLoop:
-        assert shape is not None
-        names, inputs, results = TreeNames.of(number, shape.num_models), self.inputs.on_device, self.results.on_device
-        own = shape.of_model(number)
-        slots = inputs["draft_slots"][number, :, : own.num_columns]
-        return DraftLoop(
-            drafter, own, self._state, self._state.drafts[number],
-            DraftInputs(slots, inputs["drafts"][number], inputs["max_nodes"][number], self._lora_indices),
-            self._trees if number + 1 == shape.num_models else self._grown(names),
-            (results["draft_path"][number], results["draft_lengths"][number]),
-            self._target.loaded.vocab_size, self._draws,
-        )  # fmt: skip
+            path_prob = path_prob if is_last else torch.zeros_like(path_prob)
+            return DeviceTrees(tokens, parents, sizes, confidence, torch.zeros_like(tokens), path_prob)
 
     @property
     def parts(self) -> tuple[Program | None, Program | None, Program]:
@@ -120,20 +112,13 @@ class Programs:
 
     def draft(self) -> None:
         """Grow the trees of all drafters, one after the other, and merge them, or take those of lookups alone."""
-        shape, inputs, rows = self.size.shape, self.inputs.on_device, self.size.num_rows
+        shape, inputs = self.size.shape, self.inputs.on_device
         assert shape is not None
         guesses = Guesses(inputs["guess_tokens"], inputs["guess_parents"], inputs["guess_float32"])
-        if not self._loops:
+        if self._loops is None:
             self._take(guesses)
-            return
-        # The token after the path needs no draft token.
-        max_depth = torch.minimum(inputs["max_depth"], self._state.num_left[:rows] - 1)
-        limits = Limits(inputs["max_nodes"][0], max_depth, inputs["least_float32"], inputs["widths"])
-        lookups, before = guesses if shape.num_guesses else None, None
-        for loop in self._loops:
-            before = loop.grow(inputs["num"], limits, self._process, lookups, before, is_last=loop is self._loops[-1])
-        for loop in self._loops[:-1]:
-            torch.maximum(self._trees.path_prob, loop.trees.path_prob, out=self._trees.path_prob)
+        else:
+            self._loops.grow(self._process, guesses if shape.num_guesses else None)
 
     def _take(self, guesses: Guesses) -> None:
         """Make the trees of guesses alone, which the host has cut to what they may have."""
@@ -246,8 +231,8 @@ class Programs:
             write_logprobs(unprocessed, roots, walked, self._drafted(path), named, results)
         for name, values in (("path", path), ("lengths", lengths), ("next", following)):
             results[name].copy_(values)
-        for loop in self._loops:
-            loop.keep(walked, self._trees)
+        if self._loops is not None:
+            self._loops.keep(walked)
         state.roots[:rows].copy_(torch.where(is_live, following.clamp(min=0), state.roots[:rows]))
         left = torch.where(following < 0, 0, num_left - lengths - 1)  # a request with invalid logits ends here
         state.num_left[:rows].copy_(torch.where(is_live, left, num_left))
