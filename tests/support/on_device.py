@@ -144,7 +144,7 @@ def make_device_engine(
             graphs.captures = False
     policy = FixedPolicy(tree) if isinstance(tree, TreeBudget) else tree or FixedPolicy()
     scheduler = Scheduler(runner.cache, max_num_seqs, max_num_batched_tokens, max_loras=max_loras)
-    executor = DeviceExecutor.of(runner, drafter, scheduler, verification) if has_device_executor else None
+    executor = DeviceExecutor.from_drafter(runner, drafter, scheduler, verification) if has_device_executor else None
     assert (executor is not None) == has_device_executor
     return Engine(runner, drafter, policy, scheduler, verification, executor)
 

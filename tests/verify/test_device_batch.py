@@ -376,6 +376,6 @@ def test_parameters_of_nodes_begin_where_kernels_want_them(count: int) -> None:
     tree = TokenTree.chain(0, [3] * (count - 1))
     parts = [Part(_request(2), tree, range(count), torch.zeros(count, VOCAB))]
     (parameters,) = transfers.send_together([parameters_of(parts)], torch.device("cpu"))
-    scores = NodeScores.of(parts, parameters)
+    scores = NodeScores.from_parts(parts, parameters)
     starts = [one.data_ptr() - parameters.data_ptr() for one in (scores.seeds, scores.positions)]
     assert {start % 16 for start in starts} == {0}

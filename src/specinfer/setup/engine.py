@@ -29,12 +29,12 @@ def make_engine(parts: Assembly, config: SpeculativeConfig, progress: ProgressCa
     target, scheduler, speculator = parts.target, parts.scheduler, parts.speculator
     speculator.configure(config)
     drafter, policy = speculator.drafter, speculator.policy
-    executor = DeviceExecutor.of(target, drafter, scheduler, config.verification)
+    executor = DeviceExecutor.from_drafter(target, drafter, scheduler, config.verification)
     if executor is not None and not policy.reads_logits:
         executor.prepare(usual_budgets(config.shape), progress)
     else:
         defaults: dict[str, Any] = {**target.loaded.sampling_defaults}
-        processing = Processing.of(SamplingParams(**defaults))
+        processing = Processing.from_params(SamplingParams(**defaults))
         for programs in speculator.draft_programs:
             programs.prepare(usual_budgets(config.shape), processing, progress)
     why_no_steps = why_not(target, drafter) or (READS_LOGITS if policy.reads_logits else None)

@@ -76,7 +76,7 @@ def _verify_together(groups: Sequence[_Group], parts: Sequence[Part]) -> list[Ac
     """Verify groups whose trees are in the order of these parts."""
     numbers = [parameters_of(parts), *chain.from_iterable(group.arrays for group in groups)]
     parameters, *there = send_together(numbers, parts[0].logits.device)
-    scores, left = NodeScores.of(parts, parameters), iter(there)
+    scores, left = NodeScores.from_parts(parts, parameters), iter(there)
     results = [group.walk(scores, list(islice(left, len(group.arrays)))) for group in groups]
     found = iter(fetch(list(chain.from_iterable(results))))
     return [

@@ -40,7 +40,7 @@ class NodeScores(NamedTuple):
     least: Tensor | None  # [nodes] float32 least score of a token that may be sampled, or None to keep all
 
     @classmethod
-    def of(cls, parts: Sequence[Part], parameters: Tensor) -> "NodeScores":
+    def from_parts(cls, parts: Sequence[Part], parameters: Tensor) -> "NodeScores":
         """Return the scores of all nodes; nothing waits for a device.
 
         Args:

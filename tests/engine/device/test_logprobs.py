@@ -77,7 +77,7 @@ def test_they_are_those_of_ordinary_steps_token_for_token(
     launch = DeviceRows.launch
 
     def launched(self: DeviceRows, one: Any) -> None:
-        sizes.append((one.size.asked, Asked.of([r.request.params for r in one.device_requests], VOCAB)))
+        sizes.append((one.size.asked, Asked.from_params([r.request.params for r in one.device_requests], VOCAB)))
         launch(self, one)
 
     monkeypatch.setattr(DeviceRows, "launch", launched)
@@ -181,7 +181,7 @@ def test_equal_logits_are_ranked_alike_on_the_device_and_by_ordinary_steps(
 def test_a_step_returns_as_much_as_its_requests_ask_for() -> None:
     def asked(*counts: int | None, named: int = 0) -> Asked | None:
         ids = list(range(named)) or None
-        return Asked.of([SamplingParams(logprobs=one, logprob_token_ids=ids) for one in counts], 1000)
+        return Asked.from_params([SamplingParams(logprobs=one, logprob_token_ids=ids) for one in counts], 1000)
 
     assert asked(None, None) is None
     counted = [asked(*counts) for counts in ((None, 0), (0, 1), (20,), (21, 1), (100,))]
@@ -192,7 +192,7 @@ def test_a_step_returns_as_much_as_its_requests_ask_for() -> None:
         Asked(0, 128),
         Asked(0, 128),
     ]
-    assert Asked.of([SamplingParams(logprobs=5)], 12) == Asked(12)
+    assert Asked.from_params([SamplingParams(logprobs=5)], 12) == Asked(12)
     sizes = [LaunchSize(4, None, asked=one) for one in (None, Asked(0), Asked(20), Asked(20, 16), Asked(100, 128))]
     assert [[one.holds(other) for other in sizes] for one in sizes] == [[i >= j for j in range(5)] for i in range(5)]
     assert not LaunchSize(4, None, asked=Asked(100)).holds(sizes[3])

@@ -526,7 +526,7 @@ def test_a_draft_of_an_ordinary_step_takes_few_kernels_more(
     programs = programs_of(loaded, TreeBudget(16, 8), rows, processing, is_masked=processing > 0)
     vocabulary = SharedVocabulary(loaded.vocab_size, loaded.vocab_size)
     drafter = DeviceDrafter(ModelRunner(loaded, 512), DraftKind(), vocabulary.to_target)
-    tables, adjusted = Tables.of(DraftKind(), rows, 256, META), AdjustedRows(rows, loaded.vocab_size, META)
+    tables, adjusted = Tables.from_kind(DraftKind(), rows, 256, META), AdjustedRows(rows, loaded.vocab_size, META)
     assert adjusted.can_adjust()
     counts, calls = [], []
     for program in (programs.draft, DraftProgram(programs.size, drafter, tables, loaded.vocab_size, adjusted)):

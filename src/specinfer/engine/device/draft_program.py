@@ -54,7 +54,7 @@ class Tables:
     following: SlotTable | None
 
     @classmethod
-    def of(cls, kind: DraftKind, num_rows: int, context: int, device: torch.device) -> "Tables":
+    def from_kind(cls, kind: DraftKind, num_rows: int, context: int, device: torch.device) -> "Tables":
         def made(*, is_read: bool) -> SlotTable | None:
             return SlotTable(num_rows, -(-context // _ROW) * _ROW, device) if is_read else None
 

@@ -82,7 +82,7 @@ class DraftPrograms:
         self._reader = reader  # whose cache has the whole text of each request
         self._num_rows = at_least(REQUESTS, runner.max_requests) or REQUESTS[-1]
         context = min(reader.loaded.max_position, reader.cache.num_slots)
-        self._tables = Tables.of(self._kind, self._num_rows, context, self._place)
+        self._tables = Tables.from_kind(self._kind, self._num_rows, context, self._place)
         self._sizes = CapturedSizes[DraftProgram](graphs, [runner], f"the draft loop of {self._name}")
         self._level_probs = LevelProbs()
         self._adjusted = AdjustedRows(self._num_rows, target_vocab, self._place)
@@ -101,7 +101,7 @@ class DraftPrograms:
     def _can_draft(self, request: Request, budget: TreeBudget) -> bool:
         if not holds(budget) or (request.adapter is not None and self._kind.shares_cache) or not can_adjust(request):
             return False
-        if Processing.of_request(request) >= Processing.ADJUSTMENT and not self._adjusted.can_adjust():
+        if Processing.from_request(request) >= Processing.ADJUSTMENT and not self._adjusted.can_adjust():
             return False
         sampling = sampling_of(self._draft_sampling, request)
         if request.params.is_greedy or sampling == "shared-noise":  # a program adds noise for all sampled requests
@@ -171,7 +171,7 @@ class DraftPrograms:
         if not all(self._is_whole(shape, one) for one, is_drawn in zip(budgets, drawn, strict=True) if is_drawn):
             return None
         rule = MULTI_STEP if any(drawn) else None  # draws are the same for all rules with random numbers
-        processing = max(map(Processing.of_request, requests))
+        processing = max(map(Processing.from_request, requests))
         is_masked = any(request.restricts_tokens(0) for request in requests)
         wanted = LaunchSize(rows, shape, processing, rule=rule, is_masked=is_masked)
         chosen = self._sizes.choose(wanted, MAX_TREE_NODES, num_captures=1)

@@ -87,7 +87,7 @@ class DeviceExecutor:
         self.num_launched = 0
 
     @classmethod
-    def of(
+    def from_drafter(
         cls, target: TargetRunner, drafter: Drafter | None, scheduler: Scheduler, verification: str = "coupled"
     ) -> "DeviceExecutor | None":
         """Make an executor, or return None where `processing.why_not` has a reason.
@@ -194,11 +194,11 @@ class DeviceExecutor:
             return None  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
         num_read = self._drafts.count_read(device_requests, budgets)
-        asked = Asked.of([request.params for request in requests], self._target.loaded.vocab_size)
+        asked = Asked.from_params([request.params for request in requests], self._target.loaded.vocab_size)
         rule = self._drawn.rule if any(map(self._drawn.has, requests)) else None
         adapts = any(request.adapter is not None for request in requests)
         recomputed = self._device.num_recomputed(max(served.num_recomputed for served in device_requests))
-        processing = max(map(Processing.of_request, requests))
+        processing = max(map(Processing.from_request, requests))
         is_traced = any(request.trace is not None for request in requests)
         wanted = LaunchSize(num_rows, shape, processing, asked, rule, adapts, recomputed, has_masks, is_traced)
         may_cut = not any(budget.widths for budget in budgets)

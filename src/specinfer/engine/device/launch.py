@@ -178,7 +178,7 @@ class Answers:
         return self._tree(max(self._num_models, 1) - 1, row).of(None)
 
     def _tree(self, number: int, row: int) -> DraftedTree:
-        names = TreeNames.of(number, max(self._num_models, 1))
+        names = TreeNames.from_number(number, max(self._num_models, 1))
         size = int(self._results[names.sizes][row])
         return DraftedTree(
             *(self._results[name][row, :size].tolist() for name in (names.tokens, names.parents, names.confidence))
@@ -186,7 +186,7 @@ class Answers:
 
     def probs(self, row: int) -> list[float]:
         """Return what `trace.target_probs` returns for the tree of all."""
-        size = int(self._results[TreeNames.of(0, 1).sizes][row])
+        size = int(self._results[TreeNames.from_number(0, 1).sizes][row])
         found: list[float] = np.exp(self._results["node_logprob_float32"][row, :size]).tolist()
         return found
 

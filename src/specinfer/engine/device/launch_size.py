@@ -23,7 +23,7 @@ class TreeNames(NamedTuple):
     confidence: str  # of the drafter; negative for what it has not drafted
 
     @classmethod
-    def of(cls, number: int, num_models: int) -> "TreeNames":
+    def from_number(cls, number: int, num_models: int) -> "TreeNames":
         """Return those of a drafter. The last one's trees are those of all, and walked."""
         which = "" if number + 1 == num_models else f"_{number}"
         return cls(f"tokens{which}", f"parents{which}", f"sizes{which}", f"confidence{which}_float32")
@@ -142,7 +142,7 @@ class LaunchSize:
         rows, found = self.num_rows, dict[str, tuple[int, ...]]()
         for number in range(max(self.num_models, 1)):
             nodes = 1 + self.shape.of_model(number).num_nodes if self.shape else 1
-            names = TreeNames.of(number, max(self.num_models, 1))
+            names = TreeNames.from_number(number, max(self.num_models, 1))
             found |= zip(names, ((rows, nodes), (rows, nodes), (rows,), (rows, nodes)), strict=True)
         return found
 

@@ -35,7 +35,7 @@ class Asked:
     others: int = 0
 
     @classmethod
-    def of(cls, params: Iterable[SamplingParams], vocab: int) -> "Asked | None":
+    def from_params(cls, params: Iterable[SamplingParams], vocab: int) -> "Asked | None":
         """Return the least that includes what each of these requests asks for, or None if none asks."""
         asked = [one for one in params if one.logprobs is not None]
         if not asked:

@@ -43,15 +43,15 @@ class Processing(enum.IntEnum):
     ADJUSTMENT = 2  # biases and penalties
 
     @classmethod
-    def of(cls, params: SamplingParams) -> "Processing":
+    def from_params(cls, params: SamplingParams) -> "Processing":
         if params.has_penalties or params.logit_bias or params.allowed_token_ids is not None:
             return cls.ADJUSTMENT
         return cls.TRUNCATION if params.truncates and not params.is_greedy else cls.NONE
 
     @classmethod
-    def of_request(cls, request: Request) -> "Processing":
+    def from_request(cls, request: Request) -> "Processing":
         """Return what a request needs for its next token: until `min_tokens` ends are held back."""
-        return cls.ADJUSTMENT if request.num_output < request.params.min_tokens else cls.of(request.params)
+        return cls.ADJUSTMENT if request.num_output < request.params.min_tokens else cls.from_params(request.params)
 
 
 def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
@@ -256,7 +256,7 @@ class AdjustedRows:
         rows, no_row, vocab = [], self._no_row, self._vocab
         emitted = list[int]()  # cells of the table of tokens that were seen
         for request in requests:
-            if Processing.of_request(request) < Processing.ADJUSTMENT:
+            if Processing.from_request(request) < Processing.ADJUSTMENT:
                 rows.append(no_row)
                 continue
             if request not in self._rows:

@@ -86,7 +86,7 @@ class Programs:
             self._draws = DeviceDraws.empty(size.num_rows, size.num_nodes - 1, support, device) if size.rule else None
         self._scan = DeviceScan(size, state, target) if is_hybrid(target.loaded.model) else None
         # In what is sent to the host, from the first program to the second.
-        names = [TreeNames.of(number, max(size.num_models, 1)) for number in range(max(size.num_models, 1))]
+        names = [TreeNames.from_number(number, max(size.num_models, 1)) for number in range(max(size.num_models, 1))]
         trees = [self._grown(each, is_last=each is names[-1]) for each in names]
         self._trees, self._loops = trees[-1], None
         if size.num_models:

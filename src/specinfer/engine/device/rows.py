@@ -120,7 +120,7 @@ class DeviceRows:
             named = np.asarray(request.params.scored_tokens, dtype=np.int64)
             state.named[row, : len(named)].copy_(self._there(named))
         write_truncation(state.truncation, row, request.params, self._target.loaded.vocab_size)
-        if Processing.of_request(request) >= Processing.ADJUSTMENT:
+        if Processing.from_request(request) >= Processing.ADJUSTMENT:
             assert self._adjustments.rows is not None
             write_adjustments(self._adjustments.rows, row, request, self._there)
         elif self._adjustments.rows is not None:
@@ -179,7 +179,7 @@ class DeviceRows:
             rule: Verification rule of requests whose tokens are drawn, or None if there are none.
             has_lookups: Whether lookups propose tokens, too.
         """
-        processing = Processing.of(SamplingParams(**sampling_defaults))
+        processing = Processing.from_params(SamplingParams(**sampling_defaults))
         if processing >= Processing.ADJUSTMENT and not self.can_adjust():
             processing = Processing.TRUNCATION
         kinds, sizes = [drafter.kind for drafter in self._drafters], list[LaunchSize]()

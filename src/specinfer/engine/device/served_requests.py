@@ -174,7 +174,7 @@ class ServedRequests:
         why = why or self._drawn.why_ordinary(request, len(self._by_row))
         if why is None and request.adapter is not None and not self._rows.takes_adapters:
             why = "an adapter, for which passes are not captured"
-        if why is None and Processing.of_request(request) >= Processing.ADJUSTMENT and not self._rows.can_adjust():
+        if why is None and Processing.from_request(request) >= Processing.ADJUSTMENT and not self._rows.can_adjust():
             why = "penalties, for which no memory is left"
         if why is not None:
             self.note_ordinary(why)
