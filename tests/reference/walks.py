@@ -1,6 +1,6 @@
 """The walks of rules with random numbers over a device's tensors, in plain PyTorch: the reference of their kernels.
 
-The rules are those of verify/multi_step.py and verify/traversal.py. Decisions are the same unless a random number is
+The rules are those of verify/algorithms.py. Decisions are the same unless a random number is
 within about 1e-13 of the number it is compared with, because sums are computed in another order.
 """
 

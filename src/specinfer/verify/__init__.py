@@ -4,7 +4,7 @@
 trees of a step.
 """
 
-from specinfer.ops.tree_ops import NAN, NO_VALID_TOKEN
+from specinfer.ops.trees import NAN, NO_VALID_TOKEN
 from specinfer.verify.algorithms import (
     Acceptance,
     Probs,

@@ -27,7 +27,7 @@ import torch
 from specinfer.core.noise import UniformStream
 from specinfer.core.rules import RULES
 from specinfer.core.tree import Draw, TokenTree
-from specinfer.ops.tree_ops import NAN, NO_VALID_TOKEN
+from specinfer.ops.trees import NAN, NO_VALID_TOKEN
 
 Probs = npt.NDArray[Any]  # [vocab] float64, or exact fractions in tests
 
