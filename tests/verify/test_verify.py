@@ -145,7 +145,7 @@ def test_all_nodes_at_once_or_level_by_level(
         assert verify("coupled", logits, requests, forest) == wanted
     assert asked == [sum(map(len, forest))]
     with pytest.MonkeyPatch.context() as patch:  # node by node
-        patch.setattr(batch, "chooses", lambda _: False)
+        patch.setattr(batch, "_is_plain", lambda *_: False)
         assert verify("coupled", logits, requests, forest) == wanted
 
 

@@ -54,7 +54,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     record_graphs(monkeypatch)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", OverwrittenGraph)
     monkeypatch.setattr(Graphs, "compile", lambda *_, **__: None)
-    monkeypatch.setattr(choice, "chooses", lambda _: False)  # native code is not recorded
+    monkeypatch.setattr(choice, "_most_probable_natively", lambda *_: None)  # native code is not recorded
     # All is captured at once, in the size that is wanted, however long it takes.
     monkeypatch.setattr(GraphRunner, "_is_worth_capturing", lambda _, ready: ready.replay is None)
     monkeypatch.setattr(SizeChoice, "choose", lambda _, wanted, *__, **___: wanted)
