@@ -1,4 +1,4 @@
-"""Bandwidth of direct reads from the disk, past the page cache: the limit of a pass whose weights are on the disk.
+"""Bandwidth of direct reads from the disk, and of copies from host memory to a device: the limits of streamed passes.
 
 Reads are sequential, in chunks of the size used for layers. They run with one thread, and with the number of threads
 that reads layers: which is faster depends on the device. The bandwidth of a shared disk varies, so the result of each
@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from specinfer.model.offload.direct import CHUNK
+from specinfer.model.offload.direct import CHUNK, pages
 from specinfer.model.offload.stream import NUM_READERS
+from specinfer.model.offload.transfer import DeviceTransfer
 
 NUM_THREADS = (1, NUM_READERS)
 PIECE_BYTES = CHUNK
-DROP_CACHES = Path("/proc/sys/vm/drop_caches")
-_DROP_PAGES = "1"  # see proc(5): frees the page cache only
+_COPIES = 8  # copies of each of the two buffers between readings of the clock
 
 
 class DiskBandwidth:
@@ -86,6 +86,44 @@ class DiskBandwidth:
                 yield file, offset
 
 
+class LinkBandwidth:
+    """Bytes per second of copies from host memory to a device: the limit of a pass whose weights are on the host.
+
+    Copies from pinned memory run back to back in one stream, as the copies of streamed layers do.
+    """
+
+    def __init__(self, link: DeviceTransfer, num_bytes: int = 64 * 2**20) -> None:
+        self._link, self._num_bytes, self._way = link, num_bytes, f"{num_bytes / 2**20:g} MiB"
+        self._pairs = [(pages(num_bytes), link.buffer(num_bytes)) for _ in range(2)]
+        for host, _ in self._pairs:
+            host.fill_(1)  # pages that were never written may all map to one
+            link.pin(host)
+        self.rates: dict[str, list[float]] = {self._way: []}
+
+    @property
+    def is_direct(self) -> bool:
+        """True, since no cache is in between."""
+        return True
+
+    def measure(self, seconds: float) -> float:
+        """Copy for about the given number of seconds, and return the bytes per second."""
+        started, num_copied, spent = time.perf_counter(), 0, 0.0
+        while not num_copied or time.perf_counter() < started + seconds:
+            copies = [self._link.copy(host, there, None) for _ in range(_COPIES) for host, there in self._pairs]
+            copies[-1].done.synchronize()
+            spent += copies[0].started.elapsed_time(copies[-1].done) / 1000
+            num_copied += len(copies)
+        self.rates[self._way].append(num_copied * self._num_bytes / spent)
+        return self.rates[self._way][-1]
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._link.finish()
+        for host, _ in self._pairs:
+            self._link.unpin(host)
+        self._pairs = []
+
+
 class _File:
     """File that is open for direct reads, or for plain reads if the file system has no direct ones."""
 
@@ -100,21 +138,6 @@ class _File:
         if not self.is_direct:
             os.posix_fadvise(self.descriptor, offset, PIECE_BYTES, os.POSIX_FADV_DONTNEED)
         return os.preadv(self.descriptor, [buffer], offset)
-
-
-def forget_pages(files: Sequence[Path]) -> None:
-    """Drop these files from the page cache, as far as no process has them mapped and the system allows it."""
-    for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fdatasync(descriptor)  # pages that are not written yet would stay
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-    try:
-        DROP_CACHES.write_text(_DROP_PAGES)
-    except OSError:  # only root may do this
-        return
 
 
 def _name(num_threads: int) -> str:

@@ -7,7 +7,7 @@ with a drafter of medium quality.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from specinfer.bench.options import check_seed, check_whole
+from benchmarks.options import MODEL, SAMPLING, SPECULATION
+from benchmarks.report import Report, Table, Value, finish
+from specinfer.bench.options import SharedSettings
+from specinfer.cli.measure import Measurement
+from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.core.request import Request, Span
 from specinfer.core.rules import RULES
 from specinfer.core.sampling import SamplingParams
@@ -28,13 +32,12 @@ from specinfer.drafters.growth.tree_batch import BEST_FIRST_WIDTH, GrowingTree, 
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_tensors import KVTensors
-from specinfer.reporting.environment import surroundings
-from specinfer.reporting.files import check_files, write_json
+from specinfer.reporting.files import check_files, options_of
 from specinfer.reporting.progress_bar import stage_bar
-from specinfer.reporting.tables import Column, print_rows
 from specinfer.verify import Acceptance, verify
 
 STAGES = ("grow", "merge", "pack", "verify", "learn")
+_TOTAL = "total"
 GREEDY = "greedy"  # listed with the rules, which differ for sampled text only
 _MODEL, _LOOKUP = "model", "lookup"  # the drafters whose trees are merged
 _AGREEMENT = 0.7  # target probability of a node's first child; if greedy, how often that child is the best token
@@ -45,79 +48,28 @@ _WARMUP = 20  # untimed steps before the measured ones, in which drafters learn 
 class HostConfig:
     """Size of a step, and how often it is repeated.
 
-    Attributes:
-        num_requests: Requests that run together.
-        nodes: Nodes of each tree. It is merged from a small model's best-first tree and a chain of a lookup drafter.
-        depth: Largest depth of each tree.
-        prompt_tokens: Known tokens of each request.
-        json: File to write the numbers to.
+    Each tree is merged from a small model's best-first tree and a chain of a lookup drafter.
 
     Raises:
         ValueError: A field is out of range. The message names it.
     """
 
-    num_requests: int = 8
-    nodes: int = 64
-    depth: int = 8
+    num_requests: int = setting(8, SPECULATION, "Number of requests in the batch.", low=1, high=1024)
+    nodes: int = setting(64, SPECULATION, "Number of nodes of each tree.", low=1, high=MAX_TREE_NODES)
+    depth: int = setting(8, SPECULATION, "Maximum depth of each tree.", low=1, high=MAX_TREE_NODES)
     prompt_tokens: int = 256
-    vocab_size: int = 4096
-    repeats: int = 200
-    seed: int = 0
-    json: str | Path | None = None
+    vocab_size: int = setting(
+        4096, MODEL, "Vocabulary size of the simulated model.", low=2 * BEST_FIRST_WIDTH, high=2**20
+    )
+    repeats: int = setting(200, SAMPLING, "Number of measured steps of each verification rule.", low=1)
+    seed: int = setting_of(SharedSettings, "seed")
+    json: str | Path | None = setting_of(SharedSettings, "json")
 
     def __post_init__(self) -> None:
-        for name, most in (("num_requests", 1024), ("nodes", MAX_TREE_NODES), ("depth", MAX_TREE_NODES),
-                           ("prompt_tokens", 2**17), ("repeats", 10**6)):  # fmt: skip
-            check_whole(name, getattr(self, name), 1, most)
-        check_whole("vocab_size", self.vocab_size, 2 * BEST_FIRST_WIDTH, 2**20)
-        check_seed(self.seed)
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self) | {"json": None if self.json is None else str(self.json)}
+        check_settings(self)
 
 
-@dataclass(frozen=True, slots=True)
-class HostTimes:
-    """Milliseconds of each stage in each step, for one verification rule."""
-
-    rule: str
-    ms: dict[str, list[float]]
-
-    @property
-    def total(self) -> list[float]:
-        return [sum(step) for step in zip(*self.ms.values(), strict=True)]
-
-    def as_dict(self) -> dict[str, object]:
-        stages = {**self.ms, "total": self.total}
-        return {name: {"median": median(times), "p90": p90(times)} for name, times in stages.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class HostReport:
-    """Host times with one row for each verification rule."""
-
-    rows: tuple[HostTimes, ...]
-    options: dict[str, object]
-    environment: dict[str, object] = field(default_factory=surroundings)
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the report as values that JSON can hold."""
-        return {
-            "ms": {times.rule: times.as_dict() for times in self.rows},
-            "options": self.options,
-            "environment": self.environment,
-        }
-
-
-def median(times: Sequence[float]) -> float:
-    return float(np.median(times))
-
-
-def p90(times: Sequence[float]) -> float:
-    return float(np.percentile(times, 90))
-
-
-def run_host(config: HostConfig, console: Console | None = None) -> HostReport:
+def run_host(config: HostConfig, console: Console | None = None) -> Report:
     """Measure the host times, and write the requested file.
 
     Raises:
@@ -125,39 +77,27 @@ def run_host(config: HostConfig, console: Console | None = None) -> HostReport:
     """
     check_files(config.json, None)
     rules = (GREEDY, *RULES)
-    rows = []
+    ms: dict[str, dict[str, list[float]]] = {}
     with stage_bar(console) as progress:
         progress.stage("measuring", len(rules) * (_WARMUP + config.repeats))
         for rule in rules:
-            step, times = _Step(config, rule), HostTimes(rule, {stage: [] for stage in STAGES})
+            step, times = _Step(config, rule), ms.setdefault(rule, {stage: [] for stage in (*STAGES, _TOTAL)})
             for number in range(_WARMUP + config.repeats):
                 parts = step.run()
                 if number >= _WARMUP:
-                    for stage, ms in parts.items():
-                        times.ms[stage].append(ms)
+                    for stage, spent in (parts | {_TOTAL: sum(parts.values())}).items():
+                        times[stage].append(spent)
                 progress.advance()
-            rows.append(times)
-    report = HostReport(tuple(rows), config.as_dict())
-    if config.json is not None:
-        write_json(config.json, report.as_dict())
-    return report
 
+    def column(stage: str, share: float) -> Value[str]:
+        return Value(stage, lambda rule: float(np.quantile(ms[rule][stage], share)), "{:.2f}")
 
-def print_host(report: HostReport, console: Console) -> None:
-    """Print the medians and 90th percentiles."""
-    options, environment = report.options, report.environment
-    console.print(
-        f"{options['num_requests']} requests, trees of {options['nodes']} nodes, each merged of a model's and a chain; "
-        f"{options['repeats']} steps; {environment['num_threads']} threads, {environment['cpu']}"
-    )
-    for title, summary in (("Host time of a step, ms: median", median), ("90th percentile", p90)):
-        columns = [Column[HostTimes]("verification", lambda times: times.rule, label=True)]
-        columns += [_stage_column(stage, summary) for stage in (*STAGES, "total")]
-        print_rows(console, title, columns, report.rows)
-
-
-def _stage_column(stage: str, summary: Callable[[Sequence[float]], float]) -> Column[HostTimes]:
-    return Column(stage, lambda times: f"{summary(times.total if stage == 'total' else times.ms[stage]):.2f}")
+    tables = [
+        Table(name, title, (Value[str]("rule", str), *(column(stage, share) for stage in (*STAGES, _TOTAL))), rules)
+        for name, title, share in (("medians", "Host time of a step, ms: median", 0.5), ("p90", "90th percentile", 0.9))
+    ]
+    about = f"{config.num_requests} requests, trees of {config.nodes} nodes, each merged of a model's and a chain"
+    return finish(Report([f"{about}; {config.repeats} steps"], tables, options_of(config)), config)
 
 
 class _Scripted:
@@ -216,6 +156,8 @@ class _Step:
 
     def run(self) -> dict[str, float]:
         """Run the step once, and return the milliseconds of each stage."""
+        for drafter in self._drafters:
+            drafter.ms = 0.0  # it may not be asked
         clock = _Clock()
         trees = self._merged.draft(self._spans, [self._budget] * len(self._spans))
         clock.lap("merge")
@@ -285,7 +227,11 @@ class _Clock:
         self._last = now
 
 
-if __name__ == "__main__":
-    from benchmarks.program import run
-
-    run("host")
+HOST = Measurement(
+    "host",
+    HostConfig,
+    "benchmarks.host:run_host",
+    "benchmarks.report:print_report",
+    "Measure the host time of a step: growing, merging, packing and verifying trees, without a model.",
+    model=None,
+)

@@ -11,9 +11,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,13 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.options import MODEL, SAMPLING, SPECULATION, LabSettings
+from benchmarks.report import Report, Table, Value, finish
 from specinfer import ops
-from specinfer.bench.bandwidth import Bandwidth
-from specinfer.bench.clock import now
-from specinfer.bench.options import check_whole
+from specinfer.bench.ceilings import Bandwidth, now
+from specinfer.bench.options import SharedSettings
+from specinfer.cli.measure import Measurement
+from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.core.tree import TokenTree
 from specinfer.learning.trainable import export
 from specinfer.learning.tune.initial_weights import build, parse_initial_weights
@@ -36,162 +38,126 @@ from specinfer.model.pass_work import read_bytes
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
 from specinfer.model.runner import ModelRunner
-from specinfer.reporting.environment import surroundings
-from specinfer.reporting.files import check_files, write_json
+from specinfer.reporting.files import check_files, options_of
 from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.spread import Spread
 from specinfer.setup.model_names import find_target
 
 # About 50 million parameters a layer, Mamba half as many; every fourth has attention, where a family has any.
 _WIDE = {"hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 65536, "tie_word_embeddings": True}
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
 _MAMBA = {"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2}
-_EXPERTS = {
-    "hidden_size": 1024, "intermediate_size": 512, "vocab_size": 65536, "tie_word_embeddings": True,
-    "num_experts_per_tok": 8, "num_attention_heads": 8, "num_key_value_heads": 2,
-}  # fmt: skip
-_DELTA_EXPERTS = _EXPERTS | {
-    "num_experts": 32, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "head_dim": 128,
-    "linear_num_key_heads": 8, "linear_num_value_heads": 16,
-}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _WIDE | _HEADS | {"linear_num_key_heads": 16, "linear_num_value_heads": 16},
     "bamba": _WIDE | _MAMBA | {"num_attention_heads": 16, "num_key_value_heads": 4},
     "lfm2": _WIDE | {"num_attention_heads": 16, "num_key_value_heads": 4, "block_auto_adjust_ff_dim": False},
-    "lfm2_moe": _EXPERTS | {"num_experts": 32, "moe_intermediate_size": 512, "num_dense_layers": 1},
     "mamba": {"hidden_size": 2048, "vocab_size": 65536, "tie_word_embeddings": True},
     "mamba2": _WIDE | {"num_heads": 64, "head_dim": 64, "n_groups": 1},
-    "falcon_h1": _WIDE | _MAMBA | {"num_attention_heads": 16, "num_key_value_heads": 4, "mamba_d_ssm": 4096},
-    "nemotron_h": _WIDE
-    | {"intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
-    | {"mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 1},
-    "granitemoehybrid": _EXPERTS
-    | _MAMBA
-    | {"mamba_n_heads": 32, "num_local_experts": 32, "shared_intermediate_size": 1024},
-    "qwen3_next": _DELTA_EXPERTS,
-    "qwen3_5_moe_text": _DELTA_EXPERTS,
 }
 # Layers without attention, by the name that families give them.
-_OTHERS = {"lfm2": "conv", "lfm2_moe": "conv", "granitemoehybrid": "mamba"}
-_ALIKE = ("mamba", "mamba2", "falcon_h1")  # families whose layers are all of one kind
+_OTHERS = {"lfm2": "conv"}
+_ALIKE = ("mamba", "mamba2")  # families whose layers are all of one kind
 _NUM_REQUESTS, _NODES = 8, 16  # of the memory that is reported
+_THEIRS = "transformers"
 
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig:
     """Options of the measurement.
 
-    Attributes:
-        family: One of `FAMILIES`.
-        layers: Number of layers; 20 make about a billion parameters.
-        drafter: The initial weights of a drafter to measure instead of a family, such as "new:hybrid:4x512".
-        rows: Numbers of nodes of the trees, beside one.
-        prompt: Tokens of the prompt.
-        context: Tokens before a tree.
-        repeats: Timed passes of each kind.
-        compares: Whether transformers computes the prompt, too, which takes the memory of another copy.
-        json: File to write the numbers to.
-
     Raises:
         ValueError: A field is out of range. The message names it.
     """
 
-    family: str = "qwen3_5_text"
-    layers: int = 20
-    drafter: str | None = None
-    rows: tuple[int, ...] = (8, 16)
-    prompt: int = 450
-    context: int = 256
-    repeats: int = 7
-    compares: bool = True
-    json: str | Path | None = None
+    family: str = setting("qwen3_5_text", MODEL, "Family: {choices}.", choices=tuple(FAMILIES))
+    layers: int = setting(20, MODEL, "Number of layers; 20 make about a billion parameters.", low=4)
+    drafter: str | None = setting(
+        None,
+        MODEL,
+        "Initial weights of a drafter for the embedded target, as of tune: new:hybrid:4x512.",
+        metavar="START",
+    )
+    rows: tuple[int, ...] = setting(
+        (8, 16), SPECULATION, "Number of nodes of a tree. May be repeated. (default: 8 and 16)"
+    )
+    prompt: int = setting(450, SPECULATION, "Number of tokens of the prompt.", low=1)
+    context: int = setting(256, SPECULATION, "Number of tokens before a tree.", low=1)
+    repeats: int = setting_of(LabSettings, "repeats")
+    compares: bool = setting(True, SAMPLING, "Compute the prompt with transformers, too.", name="compare")
+    json: str | Path | None = setting_of(SharedSettings, "json")
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ValueError(f"family: {self.family!r} is none of {', '.join(FAMILIES)}")
+        check_settings(self)
         if self.drafter is not None and parse_initial_weights(self.drafter).is_head:
             raise ValueError(
                 f"drafter: {self.drafter} reads hidden states of a target; give new:hybrid, new:N or layers:N"
             )
-        for name, least in (("layers", 4), ("prompt", 1), ("context", 1), ("repeats", 1)):
-            check_whole(name, getattr(self, name), least, 2**14)
 
 
-def run_hybrid(config: HybridConfig, console: Console | None = None) -> dict[str, Any]:
-    """Measure, write the requested file, and return the numbers; times are in milliseconds.
+def run_hybrid(config: HybridConfig, console: Console | None = None) -> Report:
+    """Measure, and write the requested file.
 
     Raises:
         ValueError: The file cannot be written.
     """
     check_files(config.json, None)
+    cpu = torch.device("cpu")
     with stage_bar(console) as progress, _random_folder(config) as folder:
         progress.stage("loading")
-        loaded = load_model(folder, torch.bfloat16, torch.device("cpu"))
+        loaded = load_model(folder, torch.bfloat16, cpu)
         passes = {f"tree of {size}": _tree(loaded, size, config.context) for size in (1, *config.rows)}
         passes |= {f"prompt of {config.prompt}": _prompt(loaded, config.prompt)}
         if config.compares:
-            passes["transformers"] = _theirs(folder, loaded.vocab_size, config.prompt)
-        bandwidth = Bandwidth(torch.device("cpu"))
-        times: dict[str, list[float]] = {name: [] for name in passes}
+            passes[_THEIRS] = _theirs(folder, loaded.vocab_size, config.prompt)
+        bandwidth = Bandwidth(cpu)
+        seconds: dict[str, list[float]] = {name: [] for name in passes}
         progress.stage("measuring", config.repeats * len(passes))
         for _ in range(config.repeats):
             bandwidth.measure()
             for name, run in passes.items():
                 run()
-                started = now(torch.device("cpu"))
+                started = now(cpu)
                 run()
-                times[name].append(1000 * (now(torch.device("cpu")) - started))
+                seconds[name].append(now(cpu) - started)
                 progress.advance()
-        result = _report(loaded, times, max(max(rates) for rates in bandwidth.rates.values()), config)
-    if config.json is not None:
-        write_json(config.json, result)
-    return result
+        report = _report(loaded, seconds, max(max(rates) for rates in bandwidth.rates.values()), config)
+    return finish(report, config)
 
 
-def _report(
-    loaded: LoadedModel, times: dict[str, list[float]], bandwidth: float, config: HybridConfig
-) -> dict[str, Any]:
-    one = times["tree of 1"]
-    ratios = {f"T({n})/T(1)": _ratio(times[f"tree of {n}"], one) for n in config.rows}
-    if config.compares:
-        ratios["prompt, to transformers"] = _ratio(times[f"prompt of {config.prompt}"], times["transformers"])
-    ratios["one row, to reading the weights at the best bandwidth"] = (
-        median(one) / 1000 * bandwidth / read_bytes(loaded)
-    )
+def _report(loaded: LoadedModel, seconds: dict[str, list[float]], rate: float, config: HybridConfig) -> Report:
+    def relative(name: str) -> Spread:
+        """Return the time over that of one row, or of a prompt that of transformers over it, in each round."""
+        base = "tree of 1" if name.startswith("tree") or _THEIRS not in seconds else _THEIRS
+        return Spread.from_values(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
+
     state, token = state_bytes(loaded.model), bytes_per_token([loaded])
-    return {
-        "ms": {name: median(values) for name, values in times.items()},
-        "ratios": ratios,
-        "bytes": {
-            "weights": read_bytes(loaded),
-            "one state": state,
-            f"states of {_NUM_REQUESTS} requests": ROWS_PER_REQUEST * _NUM_REQUESTS * state,
-            f"slots of {_NUM_REQUESTS} trees of {_NODES} nodes": _NUM_REQUESTS * _NODES * token,
-            "a state for each of these nodes instead": _NUM_REQUESTS * _NODES * state,
-        },
-        "parameters": loaded.num_parameters,
-        "kernels": ops.describe(),
-        "options": asdict(config) | {"json": None if config.json is None else str(config.json)},
-        "environment": surroundings(),
+    times = Table(
+        "passes",
+        "Passes; medians",
+        (
+            Value[str]("pass", str),
+            Value[str]("ms", lambda name: Spread.from_values(1000 * each for each in seconds[name]), "{:.1f}"),
+            Value[str]("relative", relative, "{:.2f}", "of 1 row, or transformers"),
+        ),
+        list(seconds),
+    )
+    sizes = {
+        "weights": read_bytes(loaded),
+        "one state": state,
+        f"states of {_NUM_REQUESTS} requests": ROWS_PER_REQUEST * _NUM_REQUESTS * state,
+        f"slots of {_NUM_REQUESTS} trees of {_NODES} nodes": _NUM_REQUESTS * _NODES * token,
+        "a state for each of these nodes instead": _NUM_REQUESTS * _NODES * state,
     }
-
-
-def _ratio(times: list[float], others: list[float]) -> float:
-    """Return the median of the ratios of passes in the same round."""
-    return median(a / b for a, b in zip(times, others, strict=True))
-
-
-def print_hybrid(report: dict[str, Any], console: Console) -> None:
-    """Print times, ratios and memory."""
-    options = report["options"]
-    name = options["drafter"] or f"{options['family']}, {options['layers']} layers"
-    console.print(f"{name}: {report['parameters'] / 1e6:,.1f} million random bfloat16 weights")
-    console.print(f"{report['kernels']}; {report['environment']['num_threads']} threads")
-    for name, value in report["ms"].items():
-        console.print(f"{name:>56} {value:10.1f} ms")
-    for name, value in report["ratios"].items():
-        console.print(f"{name:>56} {value:10.2f}")
-    for name, value in report["bytes"].items():
-        console.print(f"{name:>56} {value / 2**20:10.1f} MiB")
+    values = (Value[str]("what", str), Value[str]("mib", lambda name: sizes[name] / 2**20, "{:,.1f}", "MiB"))
+    memory = Table("memory", "Memory", values, list(sizes))
+    of_floor = Spread.from_values(seconds["tree of 1"]).median * rate / sizes["weights"]
+    name = config.drafter or f"{config.family}, {config.layers} layers"
+    lines = [
+        f"{name}: {loaded.num_parameters / 1e6:,.1f} million random bfloat16 weights; {ops.describe()}",
+        f"one row takes {of_floor:.2f} of the time of reading the weights at {rate / 1e9:.1f} GB/s",
+    ]
+    numbers = {"parameters": loaded.num_parameters, "one_row_of_reading": of_floor}
+    return Report(lines, (times, memory), options_of(config), numbers=numbers)
 
 
 @contextmanager
@@ -215,11 +181,8 @@ def _write_random(config: HybridConfig, folder: Path) -> None:
     if config.family == "bamba":
         fields = fields | {"attn_layer_indices": attending}
     elif config.family not in _ALIKE:
-        other, own = _OTHERS.get(config.family, "linear_attention"), "full_attention"
-        own = "attention" if other == "mamba" else own
-        types = [own if i in attending else other for i in range(config.layers)]
-        if config.family == "nemotron_h":  # half of its layers are MLPs
-            types = [one if i % 2 == 0 or i in attending else "mlp" for i, one in enumerate(types)]
+        other = _OTHERS.get(config.family, "linear_attention")
+        types = ["full_attention" if i in attending else other for i in range(config.layers)]
         fields = fields | {"layer_types": types}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.family, **fields), dtype=torch.bfloat16)
     model.save_pretrained(folder)
@@ -261,7 +224,11 @@ def _theirs(folder: Path, vocab_size: int, size: int) -> Callable[[], None]:
     return run
 
 
-if __name__ == "__main__":
-    from benchmarks.program import run
-
-    run("hybrid")
+HYBRID = Measurement(
+    "hybrid",
+    HybridConfig,
+    "benchmarks.hybrid:run_hybrid",
+    "benchmarks.report:print_report",
+    "Measure passes of a random model with layers without attention: trees, prompts, and the memory of states.",
+    model=None,
+)

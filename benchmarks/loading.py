@@ -1,4 +1,4 @@
-"""Time to load quantized models: of reading the files, and of the whole load, beside transformers' own.
+"""Time to load a quantized model: of reading the files, and of the whole load, beside transformers' own.
 
 Both load in this process and take turns. What a load reads is in the page cache from the second turn on, but for files
 that are read past it. transformers decodes most formats to full-size weights, or needs packages for them.
@@ -7,125 +7,86 @@ that are read past it. transformers decodes most formats to full-size weights, o
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from specinfer.bench.options import check_whole
+from benchmarks.options import LabSettings
+from benchmarks.report import Report, Table, Value, finish
+from specinfer.bench.options import SharedSettings
+from specinfer.cli.measure import Measurement
 from specinfer.core.errors import first_line
+from specinfer.core.options import check_settings, setting_of
+from specinfer.engine_args import EngineArgs
 from specinfer.model.definition import quietly
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.load import load_model
 from specinfer.model.offload.shards import Shards
 from specinfer.model.stacked_source import StackedSource
-from specinfer.reporting.environment import surroundings
-from specinfer.reporting.files import check_files, write_json
+from specinfer.reporting.files import options_of
+from specinfer.reporting.progress_bar import stage_bar
 from specinfer.reporting.spread import Spread
-from specinfer.reporting.tables import Column, print_rows
 from specinfer.setup.model_names import find_target
 
 READING, LOADING, THEIRS = "reading", "loading", "transformers"
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadingConfig:
-    """Options of `load`.
-
-    Attributes:
-        models: Folders of quantized safetensors, GGUF files, or models of the hub.
-        repeats: Loads of each model.
-        dtype: Type of weights that are not quantized.
-        json: File to write the numbers to.
+    """Options of the measurement of a folder of quantized safetensors, a GGUF file, or a model of the hub.
 
     Raises:
         ValueError: A field is out of range; the message names it.
     """
 
-    models: tuple[str, ...]
-    repeats: int = 3
-    dtype: str = "auto"
-    json: str | Path | None = None
+    model: str = setting_of(LabSettings, "model")
+    repeats: int = setting_of(LabSettings, "repeats", default=3)
+    dtype: str = setting_of(EngineArgs, "dtype")
+    json: str | Path | None = setting_of(SharedSettings, "json")
 
     def __post_init__(self) -> None:
-        check_whole("repeats", self.repeats, 1, 1000)
-        check_files(self.json, None)
+        check_settings(self)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedTimes:
-    """Seconds of each load of one model.
-
-    Attributes:
-        types: Types of the weights, as they are computed with.
-        seconds: Seconds by what was done: reading codes, the whole load (which reads, packs and checks), and
-            transformers' load.
-        fault: Reason why transformers does not load it, or None.
-    """
-
-    model: str
-    types: str
-    num_bytes: int
-    seconds: dict[str, list[float]]
-    fault: str | None
-
-    def as_dict(self) -> dict[str, object]:
-        spreads = {name: Spread.from_values(times).as_dict() for name, times in self.seconds.items() if times}
-        return {"types": self.types, "num_bytes": self.num_bytes, "seconds": spreads, "fault": self.fault}
-
-
-@dataclass(frozen=True, slots=True)
-class LoadingReport:
-    """Times of all models."""
-
-    rows: tuple[LoadedTimes, ...]
-    options: dict[str, object]
-    environment: dict[str, object] = field(default_factory=surroundings)
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the report as values that JSON can hold."""
-        rows = {row.model: row.as_dict() for row in self.rows}
-        return {"models": rows, "options": self.options, "environment": self.environment}
-
-
-def run_loading(config: LoadingConfig) -> LoadingReport:
-    """Load each model several times.
+def run_loading(config: LoadingConfig, console: Console | None = None) -> Report:
+    """Load the model several times: read its codes, load it whole (which reads, packs and checks), and as transformers.
 
     Raises:
-        ModelError: A model cannot be loaded.
+        ModelError: The model cannot be loaded.
     """
-    rows = [_time_model(model, config) for model in config.models]
-    report = LoadingReport(tuple(rows), {"repeats": config.repeats, "dtype": config.dtype})
-    if config.json is not None:
-        write_json(config.json, report.as_dict())
-    return report
-
-
-def _time_model(model: str, config: LoadingConfig) -> LoadedTimes:
-    folder, fault = find_target(model), None
-    loaded = load_model(folder, config.dtype, torch.device("cpu"))
+    folder, fault = find_target(config.model), None
+    loaded = load_model(folder, config.dtype, _CPU)
     types, num_bytes = loaded.weights_type, loaded.num_bytes
     del loaded
     seconds: dict[str, list[float]] = {name: [] for name in (READING, LOADING, THEIRS)}
-    for _ in range(config.repeats):
-        seconds[READING].append(_timed(lambda: _read(folder)))
-        seconds[LOADING].append(_timed(lambda: load_model(folder, config.dtype, torch.device("cpu"))))
-        if fault is None:
-            try:
-                seconds[THEIRS].append(_timed(lambda: _load_theirs(folder, config.dtype)))
-            except Exception as error:  # a missing package, or a format that it does not have
-                fault = first_line(error)
-    return LoadedTimes(model, types, num_bytes, seconds, fault)
+    with stage_bar(console) as progress:
+        progress.stage("loading", config.repeats)
+        for _ in range(config.repeats):
+            seconds[READING].append(_timed(lambda: _read(folder)))
+            seconds[LOADING].append(_timed(lambda: load_model(folder, config.dtype, _CPU)))
+            if fault is None:
+                try:
+                    seconds[THEIRS].append(_timed(lambda: _load_theirs(folder, config.dtype)))
+                except Exception as error:  # a missing package, or a format that it does not have
+                    fault = first_line(error)
+            progress.advance()
+    values = (Value[str]("what", str), Value[str]("seconds", lambda name: Spread.from_values(seconds[name]), "{:.2f}"))
+    table = Table("times", "Time to load, median", values, [name for name, times in seconds.items() if times])
+    last = [] if fault is None else [f"transformers does not load it: {fault}"]
+    lines = [f"{config.model}: {types}, {num_bytes / 2**20:.0f} MiB"]
+    numbers = {"types": types, "num_bytes": num_bytes, "fault": fault}
+    return finish(Report(lines, (table,), options_of(config), numbers=numbers, last=last), config)
 
 
 def _timed(run: Callable[[], object]) -> float:
     gc.collect()
     started = time.perf_counter()
-    found = run()
+    loaded = run()
     seconds = time.perf_counter() - started
-    del found
+    del loaded
     return seconds
 
 
@@ -151,20 +112,11 @@ def _load_theirs(folder: Path, dtype: str) -> object:
         return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, local_files_only=True, **options)
 
 
-def print_loading(report: LoadingReport, console: Console) -> None:
-    """Print one row for each model, and why transformers does not load some."""
-    columns = (
-        Column[LoadedTimes]("model", lambda row: row.model, label=True),
-        Column[LoadedTimes]("weights", lambda row: row.types, label=True),
-        Column[LoadedTimes]("MiB", lambda row: f"{row.num_bytes / 2**20:.0f}"),
-        *(Column(f"{name} s", partial(_shown, name=name)) for name in (READING, LOADING, THEIRS)),
-    )
-    print_rows(console, "Time to load, median", columns, report.rows)
-    for row in report.rows:
-        if row.fault is not None:
-            console.print(f"transformers does not load {row.model}: {row.fault}", markup=False)
-
-
-def _shown(row: LoadedTimes, name: str) -> str:
-    times = row.seconds[name]
-    return f"{Spread.from_values(times).median:.2f}" if times else "-"
+LOAD = Measurement(
+    "load",
+    LoadingConfig,
+    "benchmarks.loading:run_loading",
+    "benchmarks.report:print_report",
+    "Measure the time to load a quantized model, beside transformers.",
+    model="A folder of quantized safetensors, a GGUF file, or a model of the hub.",
+)

@@ -1,23 +1,28 @@
-"""Benchmark of the quality loss of quantization: unquantized and quantized models read the same held-out texts.
+"""Quality loss of quantization: the unquantized model and the quantized ones read the same held-out texts.
 
 Nothing is timed. Every token after a text's first is predicted from those before it. The unquantized model stays
 loaded, so that full distributions can be compared.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.perplexity_report import PerplexityReport, Score, plot_perplexity
-from specinfer.bench.loop import write_files
-from specinfer.bench.models import Models, at_size, find_models
-from specinfer.bench.options import AnyPrompt, check_dtype, check_once, check_whole
+from benchmarks.growth.models import growing
+from benchmarks.options import MODEL, LabSettings
+from benchmarks.report import Report, Table, Value, finish
+from specinfer.bench.models import Models, find_models
+from specinfer.bench.options import AnyPrompt, SharedSettings, check_once
 from specinfer.bench.prompts import token_prompts
-from specinfer.core.config import KV_CACHE_DTYPES, QUANTIZATIONS, check_quantization
+from specinfer.cli.measure import MEASURED, Measurement
+from specinfer.core.config import KV_CACHE_DTYPES, QUANTIZATIONS
+from specinfer.core.options import check_settings, setting, setting_of
+from specinfer.engine_args import EngineArgs
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.model.device import find_device
@@ -26,66 +31,49 @@ from specinfer.reporting.environment import Environment
 from specinfer.reporting.files import check_files, options_of
 from specinfer.reporting.progress_bar import stage_bar
 
-UNQUANTIZED = "unquantized"
-STORED = "as stored"  # of a GGUF file
-LLAMA_CPP = "llama.cpp"
+UNQUANTIZED, STORED = "unquantized", "as stored"  # the second of a GGUF file
 _AT_ONCE = 64  # positions compared together, since memory holds several copies of their distributions
-_PEER_ROWS = 16  # tokens that llama.cpp reads at once
 _PROBE = "perplexity-probe"
-Read = Callable[[Sequence[int]], Tensor]  # logits after each of the tokens [tokens, vocab]
 
 
 @dataclass(frozen=True, slots=True)
 class PerplexityConfig:
-    """Options of the benchmark. The unquantized model is always measured too.
+    """Options of the measurement. The unquantized model is always measured too.
 
     Attributes:
-        model: A local folder, a hub name, or "demo".
-        quantizations: Quantizations to measure, from "int8", "int4" and "fp8"; None is all, or none for a GGUF
-            file or with types of keys and values.
-        kv_cache_dtypes: Types of keys and values to measure, with the weights as they are.
-        peer: "llama.cpp" to let it read the same texts with the same GGUF file, or None.
-        grow: Size to grow the model to, such as "1b". Llama models only.
-        dtype: "auto" for the checkpoint's dtype, or bfloat16 for grown models.
-        num_prompts: Held-out texts to read.
-        prompt_chars: Approximate length of the held-out texts in characters.
         prompts: Texts or token ids to read in place of the held-out texts.
-        json: File to write the numbers to.
-        plot: File to draw the plot to. Its suffix is the format.
 
     Raises:
         ValueError: A field is out of range; the message names it.
     """
 
-    model: str = "demo"
-    quantizations: tuple[str, ...] | None = None
-    kv_cache_dtypes: tuple[str, ...] = ()
-    peer: str | None = None
-    grow: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    num_prompts: int = 16
-    prompt_chars: int = 1200
+    model: str = setting_of(LabSettings, "model")
+    quantizations: tuple[str, ...] | None = setting(
+        None,
+        MODEL,
+        "Quantization: int8, int4 or fp8. May be repeated. (default: all, or none for a GGUF file or with "
+        "--kv-cache-dtype)",
+        name="quantization",
+    )
+    kv_cache_dtypes: tuple[str, ...] = setting(
+        (), MODEL, "Data type of keys and values, such as fp8. May be repeated.", name="kv_cache_dtype"
+    )
+    grow: str | None = setting_of(LabSettings, "grow")
+    dtype: str = setting_of(EngineArgs, "dtype")
+    device: str = setting_of(EngineArgs, "device")
+    num_prompts: int = setting_of(SharedSettings, "num_prompts", default=16)
+    prompt_chars: int = setting_of(SharedSettings, "prompt_chars", default=1200)
     prompts: tuple[AnyPrompt, ...] | None = None
-    json: str | Path | None = None
-    plot: str | Path | None = None
+    json: str | Path | None = setting_of(SharedSettings, "json")
 
     def __post_init__(self) -> None:
-        check_whole("num_prompts", self.num_prompts, 1)
-        check_whole("prompt_chars", self.prompt_chars, 1)
-        check_dtype(self.dtype)
-        if self.peer not in (None, LLAMA_CPP):
-            raise ValueError(f"peer: {self.peer!r} cannot be asked for probabilities; use {LLAMA_CPP}")
-        if self.peer is not None and (self.grow is not None or not self.is_gguf):
-            raise ValueError(f"peer: {LLAMA_CPP} reads GGUF files as they are; name one as the model, without grow")
-        if self.quantizations is not None:
-            check_once("quantization", self.quantizations)
-        if self.kv_cache_dtypes:
-            check_once("kv_cache_dtype", self.kv_cache_dtypes)
-        if unknown := set(self.kv_cache_dtypes) - set(KV_CACHE_DTYPES):
-            raise ValueError(f"kv_cache_dtype: use {', '.join(KV_CACHE_DTYPES)}, not {', '.join(sorted(unknown))}")
-        for quantization in self.compared:
-            check_quantization("quantization", quantization)
+        check_settings(self)
+        for name, known in (("quantizations", QUANTIZATIONS), ("kv_cache_dtypes", KV_CACHE_DTYPES)):
+            values = getattr(self, name)
+            if values:
+                check_once(name.removesuffix("s"), values)
+            if unknown := [value for value in values or () if value not in known]:
+                raise ValueError(f"{name.removesuffix('s')}: use {', '.join(known)}, not {unknown[0]!r}")
 
     @property
     def is_gguf(self) -> bool:
@@ -94,60 +82,116 @@ class PerplexityConfig:
     @property
     def compared(self) -> tuple[str, ...]:
         """The quantizations to measure."""
-        usual = () if self.is_gguf or self.kv_cache_dtypes else QUANTIZATIONS
+        usual = () if self.is_gguf or self.kv_cache_dtypes else tuple(QUANTIZATIONS)
         return usual if self.quantizations is None else self.quantizations
 
 
-def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> PerplexityReport:
-    """Read all texts with each set of weights, and write the requested files.
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Score of one set of weights on all texts.
+
+    Attributes:
+        num_bytes: Size of the weights in memory, in bytes.
+        num_tokens: Number of predicted tokens.
+        surprise: Sum of the tokens' negative log-probabilities, in nats.
+        divergence: Sum over positions of the Kullback-Leibler divergence from the unquantized model, in nats.
+        num_same: Number of positions with the same most likely token as the unquantized model.
+    """
+
+    name: str
+    num_bytes: int
+    num_tokens: int = 0
+    surprise: float = 0.0
+    divergence: float = 0.0
+    num_same: int = 0
+
+    def plus(self, num_tokens: int, surprise: float, divergence: float, num_same: int) -> "Score":
+        """Return the score with one more text added."""
+        return replace(
+            self,
+            num_tokens=self.num_tokens + num_tokens,
+            surprise=self.surprise + surprise,
+            divergence=self.divergence + divergence,
+            num_same=self.num_same + num_same,
+        )
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.surprise / self.num_tokens)
+
+
+def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> Report:
+    """Read all texts with each set of weights, and write the requested file.
 
     Raises:
         ModelError: The model cannot be used.
         ValueError: An option cannot be used; the message names it. Nothing was read.
     """
-    check_files(config.json, config.plot)
-    device = find_device(config.device)
-    models = Models(find_models(config.model, "ngram").target, ())
+    check_files(config.json, None)
+    device, prepare = find_device(config.device), growing(config.grow)
+    models, dtype = Models(find_models(config.model, "ngram").target, ()), config.dtype
     texts = token_prompts(
         models.target, 0, count=config.num_prompts, num_chars=config.prompt_chars, prompts=config.prompts
     )
-    if short := [text for text in texts if len(text) < 2]:
-        raise ValueError(f"prompts: one has {len(short[0])} tokens; give at least 2, the first of which is only read")
-    exact_name = STORED if config.is_gguf else UNQUANTIZED
+    if short := [number for number, text in enumerate(texts) if len(text) < 2]:
+        raise ValueError(f"prompts: number {short[0]} has one token, and nothing is predicted; give longer ones")
+    arms: list[tuple[str, str | None, str]] = [(name, name, "auto") for name in config.compared]
+    arms += [(f"keys and values in {kind}", None, kind) for kind in config.kv_cache_dtypes]
+    scores = []
     with stage_bar(console) as progress:
-        arms: list[tuple[str, str | None, str]] = [(name, name, "auto") for name in config.compared]
-        arms += [(f"KV cache of {name}", None, name) for name in config.kv_cache_dtypes]
-        progress.stage("loading", (1 + len(arms) + (config.peer is not None)) * len(texts))
-        if config.grow is not None:
-            progress.stage(f"growing to {config.grow}")
-        models, dtype = at_size(models, config.grow, config.dtype, device)
+        progress.stage("reading", len(texts) * (1 + len(arms)))
+        if prepare is not None:
+            models, dtype = prepare(models, dtype, device, progress.stage)
         with _load(config, models, dtype, texts, None) as exact:
 
-            def score_of(name: str, num_bytes: int, read: Read | None = None) -> Score:
+            def score(name: str, llm: LLM) -> Score:
                 progress.stage(name)
-                score = Score(name, num_bytes)
+                found = Score(name, llm.target.loaded.num_bytes)
                 for text in texts:
                     wanted = _logits(exact.target, text[:-1])
-                    score = score.plus(*_compare(wanted, wanted if read is None else read(text[:-1]), text))
+                    logits = wanted if llm is exact else _logits(llm.target, text[:-1])
+                    found = found.plus(*_compare(wanted, logits, text))
                     progress.advance()
-                return score
+                return found
 
-            def read_with(llm: LLM) -> Read:
-                return lambda tokens: _logits(llm.target, tokens)
-
-            scores = [score_of(exact_name, exact.target.loaded.num_bytes)]
+            scores.append(score(STORED if config.is_gguf else UNQUANTIZED, exact))
             for name, quantization, kv_cache_dtype in arms:
                 # One quantized model at a time, since all of them together might not fit into memory.
-                llm = _load(config, models, dtype, texts, quantization, kv_cache_dtype)
-                scores.append(score_of(name, llm.target.loaded.num_bytes, read_with(llm)))
-                del llm
-            if config.peer is not None:
-                size = Path(config.model).stat().st_size
-                scores.append(score_of(config.peer, size, _peer(config.model, max(map(len, texts)))))
+                with _load(config, models, dtype, texts, quantization, kv_cache_dtype) as llm:
+                    scores.append(score(name, llm))
             environment = Environment.from_llm(exact, {})
-    report = PerplexityReport(tuple(scores), len(texts), options_of(config), environment)
-    write_files(report, config.json, config.plot, plot_perplexity)
-    return report
+    return finish(_report(config, scores, len(texts), environment), config)
+
+
+def _report(config: PerplexityConfig, scores: Sequence[Score], num_texts: int, environment: Environment) -> Report:
+    exact = scores[0]
+
+    def but_exact(value: Callable[[Score], float]) -> Callable[[Score], float | None]:
+        return lambda score: None if score is exact else value(score)
+
+    nats = math.log(2)
+    table = Table(
+        "weights",
+        "Quality loss of quantization: each token predicted from those before it",
+        (
+            Value[Score]("name", lambda score: score.name, heading="weights"),
+            Value[Score]("perplexity", lambda score: score.perplexity, "{:.4f}"),
+            Value[Score]("increase", but_exact(lambda score: score.perplexity / exact.perplexity - 1), "{:+.2%}"),
+            Value[Score](
+                "divergence_bits",
+                but_exact(lambda score: score.divergence / score.num_tokens / nats),
+                "{:.5f}",
+                "KL, bits",
+            ),
+            Value[Score]("same_best", but_exact(lambda score: score.num_same / score.num_tokens), "{:.2%}"),
+            Value[Score]("weight_bytes", lambda score: score.num_bytes, "{:,}"),
+        ),
+        scores,
+    )
+    about = f"{config.model}: {environment.target_parameters / 1e6:,.1f} M parameters, {environment.precision} on "
+    lines = [f"{about}{environment.device}; {exact.num_tokens} tokens of {num_texts} texts"]
+    numbers = {"num_texts": num_texts, "num_tokens": exact.num_tokens}
+    return Report(lines, (table,), options_of(config), asdict(environment), numbers)
 
 
 def _load(
@@ -158,7 +202,6 @@ def _load(
     quantization: str | None,
     kv_cache_dtype: str = "auto",
 ) -> LLM:
-    longest = max(map(len, texts))
     return LLM(
         models.target,
         drafters=(),
@@ -167,43 +210,22 @@ def _load(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         device=config.device,
-        max_model_len=longest,
+        max_model_len=max(map(len, texts)),
         max_num_seqs=1,
     )
 
 
-def _compare(wanted: Tensor, found: Tensor, tokens: Sequence[int]) -> tuple[int, float, float, int]:
+def _compare(wanted: Tensor, logits: Tensor, tokens: Sequence[int]) -> tuple[int, float, float, int]:
     """Return the arguments of `Score.plus` for one text, from the logits of both models [tokens - 1, vocab]."""
     following = torch.tensor(tokens[1:], device=wanted.device)
     surprise = divergence = 0.0
     num_same = 0
     for rows in torch.arange(len(following), device=following.device).split(_AT_ONCE):
-        p, q = wanted[rows].double().log_softmax(1), found[rows].double().log_softmax(1)
+        p, q = wanted[rows].double().log_softmax(1), logits[rows].double().log_softmax(1)
         surprise -= q.gather(1, following[rows].unsqueeze(1)).sum().item()
         divergence += (p.exp() * (p - q)).sum().item()
         num_same += int((p.argmax(1) == q.argmax(1)).sum())
     return len(following), surprise, divergence, num_same
-
-
-def _peer(file: str, longest: int) -> Read:
-    """Return a function that reads tokens with llama.cpp.
-
-    Raises:
-        ValueError: llama-cpp-python is not installed.
-    """
-    try:
-        from benchmarks.peers import llama_cpp_engine
-    except ImportError as error:
-        raise ValueError(f"peer: {LLAMA_CPP} is not installed: pip install '.[peers]'") from error
-    llama_cpp_engine.create(torch.get_num_threads())
-    sequence = llama_cpp_engine.Sequence(file, longest, torch.get_num_threads())
-
-    def read(tokens: Sequence[int]) -> Tensor:
-        sequence.forget(0)
-        parts = [list(tokens[start : start + _PEER_ROWS]) for start in range(0, len(tokens), _PEER_ROWS)]
-        return torch.cat([torch.tensor(sequence.read(part, all_rows=True)) for part in parts])
-
-    return read
 
 
 def _logits(runner: TargetRunner, tokens: Sequence[int]) -> Tensor:
@@ -217,7 +239,11 @@ def _logits(runner: TargetRunner, tokens: Sequence[int]) -> Tensor:
         cache.free(_PROBE)
 
 
-if __name__ == "__main__":
-    from benchmarks.program import run
-
-    run("perplexity")
+PERPLEXITY = Measurement(
+    "perplexity",
+    PerplexityConfig,
+    "benchmarks.perplexity:run_perplexity",
+    "benchmarks.report:print_report",
+    "Compare the perplexity of a model with that of its quantized weights.",
+    model=MEASURED,
+)

@@ -1,20 +1,32 @@
-"""Our side of a worker process: it sends messages, waits for replies, and kills the process after a timeout."""
+"""Processes of a measurement: workers that answer messages, busy neighbours, and memory as the system counts it.
+
+A worker is sent JSON lines, and killed if it does not reply in time. `benchmarks.worker` is its program.
+"""
 
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-from benchmarks.memory_cap import MemoryCap
+from typing import IO, Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 _GOODBYE = 5.0  # seconds that the process has to exit after its input is closed
+_PROC = Path("/proc")
+_RESET_PEAK = "5"  # sets the peak to the current resident size, see proc(5)
+# A busy process checks from time to time that its parent is alive: a parent that was killed cannot end it.
+_BUSY = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
 
 
 class WorkerError(Exception):
@@ -31,18 +43,13 @@ class Worker:
     """A worker process, started by the constructor.
 
     Args:
-        module: Module that the worker runs, with `create` and `answer`.
-        cap: Limit of its memory, released when the process has ended, or None for no limit.
-        command: Command that precedes the worker's own, for instance to enter a network namespace.
+        module: Module that the worker runs, with `create`.
     """
 
-    def __init__(
-        self, module: str, num_threads: int, cap: MemoryCap | None = None, command: tuple[str, ...] = ()
-    ) -> None:
-        self.cap = cap or MemoryCap()
+    def __init__(self, module: str, num_threads: int) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the process ends)
         self._process = subprocess.Popen(
-            [*self.cap.command, *command, sys.executable, "-m", "benchmarks.worker", module, str(num_threads)],
+            [sys.executable, "-m", "benchmarks.worker", module, str(num_threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -50,16 +57,6 @@ class Worker:
             bufsize=0,
         )
         self._unread = b""
-
-    @property
-    def pid(self) -> int:
-        """Process id of the worker. A command of the cap replaces itself with the worker and keeps the id."""
-        return self._process.pid
-
-    @property
-    def met_its_cap(self) -> bool:
-        """True if the operating system killed the process for exceeding its memory cap."""
-        return bool(self.cap.limit) and self._process.returncode == -signal.SIGKILL
 
     def ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Send a message and return the reply.
@@ -93,7 +90,6 @@ class Worker:
             self._process.wait()
         self._process.stdout.close()
         self._errors.close()
-        self.cap.close()
 
     def _line(self, timeout: float) -> bytes:
         assert self._process.stdout is not None
@@ -113,8 +109,44 @@ class Worker:
     def _end(self) -> str:
         """Wait for the process to end, and return a message with its status and its last line on standard error."""
         status = self._process.wait()
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        killed = f", limited to {self.cap.limit / 2**20:,.0f} MiB" if self.met_its_cap else ""
-        return f"its process ended with status {status}{killed}" + (f": {last}" if last else "")
+        last = last_line(self._errors)
+        return f"its process ended with status {status}" + (f": {last}" if last else "")
+
+
+def last_line(log: IO[bytes]) -> str:
+    """Return the last line of a log that is not blank."""
+    log.seek(0)
+    lines = log.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+@contextmanager
+def busy_neighbours(number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Run `number` processes that only compute, each on one core as far as there are cores."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(number):
+            processes.append(subprocess.Popen([sys.executable, "-S", "-c", _BUSY]))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def reset_peak(pid: int) -> bool:
+    """Reset the peak of a process's memory to the current size, and return whether the system allows this."""
+    try:
+        (_PROC / str(pid) / "clear_refs").write_text(_RESET_PEAK)
+    except OSError:
+        return False
+    return True
+
+
+def peak_resident(pid: int) -> int:
+    """Return the peak resident bytes, mapped files included, since the last reset or the start; 0 if unknown."""
+    with suppress(OSError):
+        for line in (_PROC / str(pid) / "status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    return 0

@@ -1,23 +1,26 @@
-"""All measurements of this folder, combined into one program."""
+"""All measurements of this folder, combined into one program: python -m benchmarks NAME."""
 
 import sys
 
 import typer
 
-from benchmarks.batches.command import batches
-from benchmarks.host_command import host
-from benchmarks.hybrid_command import hybrid
-from benchmarks.kernels.command import kernels
-from benchmarks.latency_command import latency
-from benchmarks.loading_command import load
-from benchmarks.offload.command import offload
-from benchmarks.paper.command import paper
-from benchmarks.parallel.command import parallel
-from benchmarks.perplexity_command import perplexity
-from benchmarks.schedule.command import schedule
+from benchmarks.comparisons import LATENCY, SERVE, THROUGHPUT
+from benchmarks.host import HOST
+from benchmarks.hybrid import HYBRID
+from benchmarks.kernels import KERNELS
+from benchmarks.loading import LOAD
+from benchmarks.offload import OFFLOAD
+from benchmarks.paper import PAPER
+from benchmarks.perplexity import PERPLEXITY
+from benchmarks.schedule import SCHEDULE
+from benchmarks.shift import SHIFT
+from benchmarks.simulation.page import SIMULATE
 from specinfer.cli.commands import Program, add_command
 from specinfer.core.systems import load_openmp
 
+MEASUREMENTS = (
+    LATENCY, THROUGHPUT, SERVE, KERNELS, HYBRID, OFFLOAD, SCHEDULE, PERPLEXITY, HOST, LOAD, SHIFT, SIMULATE, PAPER,
+)  # fmt: skip
 app = typer.Typer(
     name="benchmarks",
     cls=Program,
@@ -26,12 +29,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-for command in (latency, kernels, offload, parallel, schedule, batches, perplexity, host, hybrid, load, paper):
-    add_command(app, command)
+for measurement in MEASUREMENTS:
+    add_command(app, measurement.command())
 
 
-def run(name: str | None = None) -> None:
-    """Run the measurement of this name, or the one that the command line names."""
+def run() -> None:
+    """Run the measurement that the command line names."""
     load_openmp()
-    words = sys.argv[1:] if name is None else [name, *sys.argv[1:]]
-    app(words, prog_name="python -m benchmarks")
+    app(sys.argv[1:], prog_name="python -m benchmarks")

@@ -3,8 +3,7 @@
 Spinning threads of several runtimes in one process slow each other down. An engine therefore has its own process, which
 sleeps while others are measured. It measures its own times, so they do not include any message.
 
-The module that a worker runs has `create(num_threads)`, which makes its state, and `answer(state, message)`; without
-`answer`, the state is an adapter of a peer.
+The module that a worker runs has `create(num_threads)`, which makes the adapter of a peer.
 """
 
 import importlib
@@ -13,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from benchmarks.peers.messages import answer
+from benchmarks.peers.interface import answer
 from benchmarks.process import WorkerError
 
 
@@ -25,9 +24,8 @@ def main(module: str, num_threads: int) -> None:
     adapter: Any = None
     for line in sys.stdin:
         try:
-            library = importlib.import_module(module)
-            adapter = adapter or library.create(num_threads)
-            reply = getattr(library, "answer", answer)(adapter, json.loads(line))
+            adapter = adapter or importlib.import_module(module).create(num_threads)
+            reply = answer(adapter, json.loads(line))
         except WorkerError as error:
             reply = {"error": str(error)}
         except Exception as error:  # libraries raise exceptions of any type

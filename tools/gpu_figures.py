@@ -42,7 +42,7 @@ class Sizes:
     num_prompts: int = 6
     max_tokens: int = 128
     repeats: int = 2
-    peers: tuple[str, ...] = ("transformers", "transformers-compiled", "transformers-assisted")
+    peers: tuple[str, ...] = ("transformers", "transformers-assisted")
     memory_budget: str = "8GiB"  # where the large target is streamed
 
 
@@ -85,7 +85,7 @@ def test_steps() -> list[Step]:
     ]
 
 
-_LABORATORY = ("kernels", "offload")  # programs of benchmarks/
+_LABORATORY = ("kernels", "offload")  # only in benchmarks/, as grown models are
 
 
 def steps(sizes: Sizes, device: str, model: str) -> list[Step]:
@@ -94,7 +94,8 @@ def steps(sizes: Sizes, device: str, model: str) -> list[Step]:
 
     def bench(name: str, kind: str, seconds: int, *words: str, grow: str | None = None) -> Step:
         size = () if grow is None else ("--grow", grow)
-        program = (f"benchmarks.{kind}",) if kind in _LABORATORY or "--peer" in words else ("specinfer", "bench", kind)
+        is_of_laboratory = kind in _LABORATORY or "--peer" in words or grow is not None
+        program = ("benchmarks", kind) if is_of_laboratory else ("specinfer", "bench", kind)
         return Step(name, (*program, model, "--device", device, *size, *words), seconds)
 
     trees = tuple(word for tree in sizes.trees for word in ("--tree", tree))
@@ -104,7 +105,7 @@ def steps(sizes: Sizes, device: str, model: str) -> list[Step]:
     rows = tuple(word for size in sizes.rows for word in ("--rows", str(size)))
     peers = tuple(word for peer in sizes.peers for word in ("--peer", peer))
     passes = (*rows, "--context", str(sizes.context), "--repeats", str(3 * sizes.repeats))
-    streamed = ("--offload", "cpu", "--peer", "accelerate-cpu") if gpu else ("--offload", "disk")
+    streamed = ("--offload", "cpu") if gpu else ("--offload", "disk")
     few = (
         "--memory-budget",
         sizes.memory_budget,

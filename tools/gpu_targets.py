@@ -90,17 +90,15 @@ def _words(report: Any) -> Iterator[str]:
         return
     if "batches" in report:
         yield "over plain " + ", ".join(f"{size}: {ratio:.2f}" for size, ratio in _ratios(report).items())
-    elif "results" in report:  # offload
-        for result in report["results"]:
-            best = max(arm.get("speedup", 1.0) for arm in result["arms"].values())
-            yield f"{result['batch_size']} at temperature {result['temperature']:g}: {best:.2f} over plain"
+    elif "streamed" in report:  # offload
+        for row in report["streamed"]:
+            yield f"{row['arm']}, {row['batch_size']} together: {row['speedup']:.2f} over plain"
     elif "rules" in report:  # acceptance
         best = max(cell["tokens_per_pass"]["value"] for row in report["rules"] for cell in row["cells"].values())
         yield f"up to {best:.2f} tokens per pass"
     elif "bandwidth_gb_per_s" in report:  # kernels
-        for name, arm in report["arms"].items():
-            ends = [f"{row['rows']} rows {row['ms']:.2f} ms" for row in (arm["rows"][0], arm["rows"][-1])]
-            yield f"{name}: {', '.join(ends)}"
+        for row in report["trees"]:
+            yield f"{row['arm']}, {row['rows']} rows {row['ms']:.2f} ms"
     elif "speedup" in report:  # latency
         for name, arm in report["arms"].items():
             ratio = f" ({arm['speedup']:.2f})" if "speedup" in arm else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from specinfer.bench.shard_writer import ShardWriter
+from benchmarks.growth.shard_writer import ShardWriter
 from specinfer.core.files import cache_folder
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.offload.shards import Shards

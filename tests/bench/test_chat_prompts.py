@@ -12,15 +12,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks.schedule.plans import ScheduleConfig
-from benchmarks.schedule.work import answered
 from specinfer.bench.acceptance import run_acceptance
 from specinfer.bench.acceptance_options import AcceptanceConfig
 from specinfer.bench.acceptance_table import print_acceptance
-from specinfer.bench.chat_prompts import PromptSet, chat_prompts, chat_token_ids, find_prompts
 from specinfer.bench.latency import run_latency
 from specinfer.bench.latency_report import LatencyReport, print_latency
 from specinfer.bench.options import KINDS, PLAIN, LatencyConfig, ThroughputConfig, kinds_for
+from specinfer.bench.prompts import PromptSet, chat_prompts, chat_token_ids, find_prompts
 from specinfer.bench.throughput import run_throughput
 from specinfer.bench.throughput_report import print_throughput
 from specinfer.cli.app import app
@@ -100,7 +98,7 @@ def test_only_the_chat_model_is_given_chat_prompts_unasked() -> None:
     assert kinds_for(CHAT, None, ("given",)) == ()
 
 
-@pytest.mark.parametrize("config", [LatencyConfig, ThroughputConfig, AcceptanceConfig, ScheduleConfig])
+@pytest.mark.parametrize("config", [LatencyConfig, ThroughputConfig, AcceptanceConfig])
 @pytest.mark.parametrize(
     ("kinds", "message"),
     [
@@ -110,9 +108,8 @@ def test_only_the_chat_model_is_given_chat_prompts_unasked() -> None:
     ],
 )
 def test_kinds_that_cannot_be_used_are_refused(config: Any, kinds: tuple[str, ...], message: str) -> None:
-    first = ("file",) if config is ScheduleConfig else ()
     with pytest.raises(ValueError, match=message):
-        config(*first, kinds=kinds)
+        config(kinds=kinds)
 
 
 def test_prompts_and_kinds_are_not_given_together() -> None:
@@ -235,14 +232,3 @@ def test_acceptance_by_kind_adds_up_to_the_whole(folder: str) -> None:
     written: Any = json.loads(json.dumps(report.as_dict()))
     assert written["by_kind"]["drafters"][0]["tokens_per_pass"] == by_kind
     assert "By kind of prompt: tokens per pass, temperature 0" in shown(print_acceptance, report)
-
-
-def test_a_mixed_workload_of_chats_is_greedy_and_sampled_in_turn(folder: str) -> None:
-    config = ScheduleConfig("file", folder, kinds=TWO, max_tokens=MAX_TOKENS)
-    with LLM(folder, drafters=[], device="cpu") as llm:
-        work = answered(llm, chat_token_ids(Path(folder), 4, TWO), config.sampling_params)
-    assert [(one.part, one.temperature) for one in work] == [
-        ("questions", 0.0), ("lists", 0.0), ("questions", 0.7), ("lists", 0.7),
-    ]  # fmt: skip
-    assert work[0].max_tokens is not None
-    assert 2 <= work[0].max_tokens < MAX_TOKENS

@@ -16,7 +16,7 @@ from specinfer.bench.comparisons import fidelity
 from specinfer.bench.latency import run_latency
 from specinfer.bench.latency_report import LatencyReport, plot_latency, print_latency
 from specinfer.bench.loop import schedule
-from specinfer.bench.models import find_models, plan_growth
+from specinfer.bench.models import find_models
 from specinfer.bench.options import PLAIN, LatencyConfig
 from specinfer.llm import LLM
 from specinfer.reporting.spread import Spread, first_difference
@@ -230,8 +230,8 @@ def test_a_changed_output_is_an_error_in_float32(folders: tuple[str, str], monke
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_prompts": 0}, "num_prompts must be a whole number of at least 1"),
-        ({"max_tokens": 1}, "max_tokens must be a whole number of at least 2"),
+        ({"num_prompts": 0}, "num_prompts must be"),
+        ({"max_tokens": 1}, "max_tokens must be"),
         ({"max_tokens": 300}, "max_tokens: 300 after a prompt of 5 tokens do not fit into the context of 256"),
         ({"repeats": True}, "repeats must be"),
         ({"temperature": -1.0}, "temperature must be"),
@@ -249,8 +249,6 @@ def test_a_changed_output_is_an_error_in_float32(folders: tuple[str, str], monke
         ({"prompts": ()}, "prompts: one is empty, or there are none"),
         ({"prompts": ("text",)}, "prompts: .* has no tokenizer"),
         ({"prompts": ((1, VOCAB),)}, "prompts: token id 96 is not in the vocabulary"),
-        ({"grow": "huge"}, "grow: size 'huge' is not a number"),
-        ({"grow": "1m", "model": "opt"}, "grow: model_type is 'opt'"),
         ({"plot": "x.bmp"}, "plot: x.bmp must end in one of"),
         ({"plot": "/no/such/folder/x.png"}, "plot: /no/such/folder/x.png cannot be written"),
         ({"json": "."}, "json: . cannot be written"),
@@ -270,32 +268,3 @@ def test_bad_input_is_refused_before_the_long_work(
     with pytest.raises(ValueError, match=message):
         run_latency(make_config(folders, **changes))
     assert not list(tmp_path.glob("specinfer/*"))
-
-
-def test_grown_models_generate_the_same_tokens_at_a_larger_size(
-    folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    small = run_latency(make_config(folders, repeats=1, warmup=0, trees=("1",)))
-    grown = run_latency(make_config(folders, repeats=1, warmup=0, trees=("1",), grow="0.5m", dtype="float32"))
-    assert grown.environment.target_parameters >= 500_000 > small.environment.target_parameters
-    assert [run.token_ids for run in grown.result.plain.runs] == [run.token_ids for run in small.result.plain.runs]
-    assert run_latency(make_config(folders, repeats=1, warmup=0, grow="0.5m")).environment.dtype == "bfloat16"
-
-
-def test_a_small_drafter_grows_to_a_hundredth_and_stays_shallow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
-    target, drafter = save_model(tmp_path / "target"), save_model(tmp_path / "drafter", **sizes)
-    models = find_models(str(target), (str(drafter), "ngram"))
-    plan = plan_growth(models, "5m", "float32")
-    shape = plan.growths[str(drafter)].shape
-    assert shape.num_layers == 1
-    assert not list(tmp_path.glob("specinfer/*"))
-    made = plan.make()
-    assert made.drafters[1] == "ngram"
-    assert 50_000 <= made.drafter_parameters[Path(made.drafters[0]).name] <= 66_000
-    # Large enough already: kept as it is.
-    assert str(drafter) not in plan_growth(models, "0.5m", "float32").growths

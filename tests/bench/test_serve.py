@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from fake_server import FakeServer, serving
 from specinfer.bench.serve import run_serve
-from specinfer.bench.serve_load import send_all, send_alone
-from specinfer.bench.serve_plans import DEFAULT, ServeConfig, arrivals, at_rate, schedule
+from specinfer.bench.serve_load import arrivals, at_rate, schedule, send_all, send_alone
+from specinfer.bench.serve_options import DEFAULT, ServeConfig
 from specinfer.bench.serve_process import running_server
 from specinfer.bench.serve_report import Overhead, RateResult, ServeArm, ServeReport
 from specinfer.bench.serve_requests import LoadRequest, load_requests
@@ -194,7 +194,6 @@ def test_random_prompts_are_the_seeds_own(server: FakeServer) -> None:
         ({"goodput": {"ttft": 0.0}}, "goodput: limits must be"),
         ({"percentiles": (0.0,)}, "percentiles"),
         ({"measures_overhead": True}, "overhead: it is measured against"),
-        ({"grow": "1b"}, "grow: the server has its model already"),
     ],
 )
 def test_bad_options_are_refused_by_name(server: FakeServer, changes: dict[str, Any], told: str) -> None:

@@ -10,14 +10,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from specinfer.bench.bandwidth import Bandwidth
-from specinfer.bench.ceilings import Ceilings, measure_ceilings
+from specinfer.bench.ceilings import Bandwidth, Ceilings, measure_ceilings
 from specinfer.bench.latency import run_latency
 from specinfer.bench.latency_report import LatencyReport, print_latency
 from specinfer.bench.models import dtype_of
 from specinfer.bench.options import LatencyConfig, ThroughputConfig
-from specinfer.bench.roofline import Roofline
-from specinfer.bench.stages import Stages, StageSample, floors_text
+from specinfer.bench.stages import Roofline, Stages, StageSample, floors_text
 from specinfer.bench.throughput import run_throughput
 from specinfer.bench.throughput_report import print_throughput
 from specinfer.core.step_record import StepRecord

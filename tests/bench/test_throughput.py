@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from full_disk import limited_files
 from specinfer.bench import loop
-from specinfer.bench.chat_prompts import PromptSet
 from specinfer.bench.loop import open_session, schedule
 from specinfer.bench.options import PLAIN, ThroughputConfig
+from specinfer.bench.prompts import PromptSet
 from specinfer.bench.results import PARTS
 from specinfer.bench.throughput import run_throughput
 from specinfer.bench.throughput_report import ThroughputReport, plot_throughput, print_throughput
@@ -261,8 +261,8 @@ def refuse_to_load(*_: object, **__: object) -> Iterator[None]:
         ({"batch_sizes": (0,)}, "batch_sizes must be a whole number from 1 to 1024, not 0"),
         ({"batch_sizes": (1, 2000)}, "batch_sizes must be a whole number from 1 to 1024, not 2000"),
         ({"batch_sizes": (5,)}, "prompts: 4 given for 5 requests together"),
-        ({"num_prompts": 0}, "num_prompts must be a whole number of at least 1"),
-        ({"max_tokens": 1}, "max_tokens must be a whole number of at least 2"),
+        ({"num_prompts": 0}, "num_prompts must be"),
+        ({"max_tokens": 1}, "max_tokens must be"),
         ({"max_tokens": 300}, "max_tokens: 300 after a prompt of 30 tokens do not fit into the context of 256"),
         ({"repeats": 0}, "repeats must be"),
         ({"temperature": -1.0}, "temperature must be"),
@@ -272,7 +272,6 @@ def refuse_to_load(*_: object, **__: object) -> Iterator[None]:
         ({"trees": ("off",)}, "trees: plain decoding is always measured"),
         ({"trees": ()}, "trees: none given"),
         ({"drafters": ()}, "drafters: empty"),
-        ({"grow": "huge"}, "grow: size 'huge' is not a number"),
         ({"plot": "x.bmp"}, "plot: x.bmp must end in one of"),
         ({"json": "."}, "json: . cannot be written"),
     ],

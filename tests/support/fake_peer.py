@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from benchmarks.peers.messages import Ask, Generated, Load, Settings
+from benchmarks.peers.interface import Ask, Generated, Load, Settings
 from benchmarks.process import WorkerError
 
 TOKEN = 7
@@ -45,5 +45,5 @@ class FakePeer:
             if self._failure == "raise":
                 raise RuntimeError("\nwhere it was\nwhat it was\n")
         num_tokens = ask.max_tokens - 1 if self._failure == "stop" else ask.max_tokens
-        each = 1.0 + abs(ask.settings["num_draft"] - 3) if ask.drafts else 1.0
-        return Generated([TOKEN] * num_tokens, 2 if ask.drafts else 1, 0.5, each * num_tokens)
+        each = 1.0 + abs(ask.settings["num_draft"] - 3) if ask.settings else 1.0
+        return Generated([TOKEN] * num_tokens, 2 if ask.settings else 1, 0.5, each * num_tokens)

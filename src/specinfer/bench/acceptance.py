@@ -19,17 +19,15 @@ import torch
 from rich.console import Console
 
 from specinfer.bench.acceptance_drafters import describe, disturbed_copies
-from specinfer.bench.acceptance_options import SHIFT, AcceptanceConfig
-from specinfer.bench.acceptance_plans import MODES, PLANS, paper_widths, shapes
+from specinfer.bench.acceptance_options import AcceptanceConfig
+from specinfer.bench.acceptance_plans import MODES, PLANS, paper_widths
 from specinfer.bench.acceptance_report import SAME_TIME, TOP, AcceptanceReport, Counts, HitRates, Row, Setup
 from specinfer.bench.acceptance_table import plot_acceptance
 from specinfer.bench.acceptance_time import most_nodes, same_time_rows
-from specinfer.bench.chat_prompts import find_prompts
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import precision_of
-from specinfer.bench.prompts import token_prompts
-from specinfer.bench.shift import other_domain, run_shift, shift_setups
+from specinfer.bench.prompts import find_prompts
 from specinfer.core.config import SpeculativeConfig
 from specinfer.core.lookups import LOOKUPS
 from specinfer.core.tree import expansion_nodes
@@ -71,19 +69,14 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
         num_chars=config.prompt_chars,
         prompts=config.prompts,
     )
-    prompts, after = asked.token_ids, []
-    if SHIFT in config.parts:
-        texts = other_domain(config.shift_to, config.num_prompts, config.prompt_chars)
-        after = token_prompts(models.target, config.max_tokens, prompts=texts)
+    prompts = asked.token_ids
     with stage_bar(console) as progress, _all_drafters(config, models) as drafters:
         progress.stage("loading")
-        with _load(config, models, drafters, max(map(len, [*prompts, *after]))) as llm:
+        with _load(config, models, drafters, asked.longest) as llm:
             plans = {part: PLANS[part](config, tuple(drafters)) for part in PLANS if part in config.parts}
             bench = _Bench(llm, config, prompts[num_more:], prompts[:num_more])
-            best_first = shapes(max(config.nodes))[BEST_FIRST]
-            courses = shift_setups(tuple(drafters), best_first, config.select) if after else {}
             setups = {setup for rows in plans.values() for _, _, cells in rows for setup in cells.values()}
-            progress.stage("counting", len(setups) + len(courses))
+            progress.stage("counting", len(setups))
             hit_rates = bench.hit_rates() if "table1" in config.parts else ()
             parts = {}
             for part, rows in plans.items():
@@ -99,14 +92,10 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
             if "drafters" in plans:
                 progress.stage("drafters in the same time")
                 parts[SAME_TIME] = same_time_rows(llm, config, plans["drafters"], bench.count)
-            progress.stage(SHIFT)
-            shift = run_shift(
-                llm, courses, prompts[num_more:], after, prompts[:num_more], config.max_tokens, progress.advance
-            )
             small = {Path(name).name: runner.loaded.num_parameters for name, runner in llm.small_models.items()}
             environment = Environment.from_llm(llm, small)
     shown = {Path(name).name: meaning for name, meaning in drafters.items()}
-    report = AcceptanceReport(hit_rates, parts, shown, options_of(config), environment, shift, asked.kinds[num_more:])
+    report = AcceptanceReport(hit_rates, parts, shown, options_of(config), environment, asked.kinds[num_more:])
     write_files(report, config.json, config.plot, plot_acceptance)
     return report
 
@@ -115,13 +104,13 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
 def _all_drafters(config: AcceptanceConfig, models: Models) -> Iterator[dict[str, str]]:
     """Yield a description of each drafter by its name.
 
-    With drafters "auto", the drafters and shift parts get more drafters than `LLM` would choose.
+    With drafters "auto", the drafters part gets more drafters than `LLM` would choose.
     """
     own = {str(demo_folders().drafter): _EMBEDDED, str(chat_drafter_folder()): CHAT}
     names = [own.get(name, name) for name in models.drafters]
     drafters = {name: describe(name) for name in names}
     with TemporaryDirectory(prefix="specinfer-") as place:
-        if config.drafters == "auto" and {"drafters", SHIFT} & set(config.parts):
+        if config.drafters == "auto" and "drafters" in config.parts:
             if names == [_EMBEDDED]:
                 drafters |= disturbed_copies(Path(models.drafters[0]), Path(place))
             drafters |= {name: describe(name) for name in reversed(LOOKUPS)}

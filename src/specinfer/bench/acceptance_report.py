@@ -7,7 +7,6 @@ estimate over prompts: prompts differ much more than runs of one prompt, and bot
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -50,7 +49,7 @@ class Setup:
 
     Attributes:
         drafters: Names under which `LLM` loaded the drafters.
-        tree, select: Values of the options of these names.
+        tree: Value of the option of this name.
     """
 
     drafters: tuple[str, ...]
@@ -58,7 +57,6 @@ class Setup:
     drawing: str
     tree: str
     temperature: float
-    select: str = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,40 +156,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Passes that start within one block of tokens of traffic whose domain changes.
-
-    Attributes:
-        start: First token of the block, counted from the shift and negative before it.
-    """
-
-    start: int
-    num_tokens: int
-    num_passes: int
-
-    @property
-    def tokens_per_pass(self) -> float:
-        return self.num_tokens / self.num_passes
-
-    def as_dict(self) -> dict[str, object]:
-        return {"start": self.start, "num_tokens": self.num_tokens, "num_passes": self.num_passes}
-
-
-@dataclass(frozen=True, slots=True)
-class ShiftArm:
-    """One way to choose drafters, measured over the whole traffic."""
-
-    label: str
-    setup: Setup
-    blocks: tuple[Block, ...]
-
-    def as_dict(self) -> dict[str, object]:
-        names = [Path(name).name for name in self.setup.drafters]
-        blocks = [block.as_dict() for block in self.blocks]
-        return {"label": self.label, "drafters": names, "select": self.setup.select, "blocks": blocks}
-
-
-@dataclass(frozen=True, slots=True)
 class AcceptanceReport:
     """Results of all requested parts; the others are empty.
 
@@ -199,7 +163,6 @@ class AcceptanceReport:
         hit_rates: Entries of Table 1.
         parts: Rows of the parts "table2", "table3", "rules" and "drafters", and those of `SAME_TIME`.
         drafters: Description of each drafter by the name under which it was loaded.
-        shift: Results of each way to choose drafters, on traffic whose domain changes.
         kinds: Kind of each chat prompt; empty if the prompts are texts to continue.
     """
 
@@ -208,7 +171,6 @@ class AcceptanceReport:
     drafters: Mapping[str, str]
     options: Mapping[str, object]
     environment: Environment
-    shift: tuple[ShiftArm, ...] = ()
     kinds: tuple[str, ...] = ()
 
     def by_kind(self, counts: Counts) -> dict[str, float | None]:
@@ -237,7 +199,6 @@ class AcceptanceReport:
                 for name, rows in self.parts.items()
                 if name in COMPARED
             },
-            "shift": [arm.as_dict() for arm in self.shift],
             "drafters": dict(self.drafters),
             "options": dict(self.options),
             "environment": self.environment.as_dict(),

@@ -15,7 +15,6 @@ from specinfer.bench.acceptance_report import (
     Estimate,
     HitRates,
     Row,
-    ShiftArm,
     ratios,
 )
 from specinfer.core.tree_shape import BEST_FIRST
@@ -53,8 +52,6 @@ def print_acceptance(report: AcceptanceReport, console: Console) -> None:
             _print_rows(title, rows, console, lambda counts: f"{counts.tokens_per_second:.1f}")
     if report.kinds:
         _print_kinds(report, console)
-    if report.shift:
-        _print_shift(report.shift, console)
 
 
 def _groups(report: AcceptanceReport) -> list[tuple[str, str, list[Row]]]:
@@ -121,19 +118,6 @@ def _print_kinds(report: AcceptanceReport, console: Console) -> None:
         print_rows(console, title, (label, *map(of_kind, dict.fromkeys(report.kinds))), rows)
 
 
-def _print_shift(arms: Sequence[ShiftArm], console: Console) -> None:
-    """Print a row for each block, since there may be many of them."""
-
-    def rate(arm: ShiftArm) -> Column[int]:
-        known = {block.start: block.tokens_per_pass for block in arm.blocks}
-        return Column(arm.label, lambda start: f"{known[start]:.2f}" if start in known else "")
-
-    starts = sorted({block.start for arm in arms for block in arm.blocks})
-    first = Column[int]("tokens from the shift", lambda start: f"{start:+d}", label=True)
-    title = "Held-out code, then another domain: tokens per pass, in blocks of 100 tokens"
-    print_rows(console, title, (first, *map(rate, arms)), starts)
-
-
 def _tokens_per_pass(counts: Counts) -> str:
     return _shown(counts.tokens_per_pass)
 
@@ -156,8 +140,6 @@ def plot_acceptance(report: AcceptanceReport, path: str | Path) -> None:
     panels = [_rows_panel(f"{part}: {group}", rows) for part, group, rows in _groups(report)]
     if report.hit_rates:
         panels.insert(0, _hit_rates_panel(report.hit_rates))
-    if report.shift:
-        panels.append(_shift_panel(report.shift))
     num_columns = min(2, len(panels))
     most = max((len(rows) for _, _, rows in _groups(report)), default=0)
     title = (
@@ -206,17 +188,3 @@ def _rows_panel(title: str, rows: Sequence[Row]) -> Panel:
     legend = "inside" if len(columns) > 1 else ""
     names = [row.label for row in rows]
     return Panel(title, series, horizontal=True, names=names, label="tokens per pass", legend=legend)  # type: ignore[arg-type]
-
-
-def _shift_panel(arms: Sequence[ShiftArm]) -> Panel:
-    series = [
-        Series(
-            arm.label,
-            [block.tokens_per_pass for block in arm.blocks],
-            x=[block.start for block in arm.blocks],
-            marker=MARKERS[i % len(MARKERS)],
-        )
-        for i, arm in enumerate(arms)
-    ]
-    return Panel("shift: held-out code, then another domain, from 0 on", series, label="tokens per pass",
-                 place_label="tokens from the shift", legend="inside")  # fmt: skip

@@ -6,14 +6,14 @@ in the fastest way for that CPU (`Bandwidth`).
 
 import itertools
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from specinfer.bench.bandwidth import Bandwidth
-from specinfer.bench.clock import now
-
+NUM_BYTES = 2**30  # far more than any cache holds
+_COLUMNS = 2**14
 _GPU_BYTES = 2 * 2**30  # of each of two buffers, far more than any cache holds
 _GPU_SIDE = 8192
 _CPU_BYTES = 2**28
@@ -21,6 +21,44 @@ _CPU_SIDE = 1024
 _CPU_ROUNDS = 2
 _REPEATS = 10
 _WARMUPS = 3
+
+
+def now(device: torch.device) -> float:
+    """Wait for all work of the device, and return the time in seconds. GPU work outlasts the call that starts it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Bandwidth:
+    """Bytes per second of several ways to read one buffer, by round.
+
+    No one operation reads memory fastest on every machine, and the bandwidth of a shared machine varies.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = NUM_BYTES) -> None:
+        assert num_bytes % (8 * _COLUMNS) == 0
+        # Ones, because pages of zeros that were never written may all map to one page, which stays in the cache.
+        floats = torch.ones(num_bytes // 4, device=device)
+        first, second = floats.chunk(2)
+        rows, vector = floats.view(-1, _COLUMNS), torch.ones(_COLUMNS, device=device)
+        self._ways: dict[str, Callable[[], object]] = {
+            "sum of int64": floats.view(torch.int64).sum,
+            "sum of float32": floats.sum,
+            "sums of rows": lambda: rows.sum(dim=1),
+            "dot product": lambda: torch.dot(first, second),
+            "matrix by vector": lambda: torch.mv(rows, vector),
+            "copy": lambda: first.copy_(second),  # reads one half and writes the other
+        }
+        self._device, self._num_bytes = device, num_bytes
+        self.rates: dict[str, list[float]] = {name: [] for name in self._ways}
+
+    def measure(self) -> None:
+        """Measure each way once more."""
+        for name, run in self._ways.items():
+            started = now(self._device)
+            run()
+            self.rates[name].append(self._num_bytes / (now(self._device) - started))
 
 
 @dataclass(frozen=True, slots=True)

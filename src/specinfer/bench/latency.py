@@ -11,6 +11,7 @@ from rich.console import Console
 
 from specinfer.bench.latency_report import LatencyReport, plot_latency
 from specinfer.bench.loop import (
+    Prepare,
     Session,
     Turn,
     check_equal,
@@ -22,7 +23,7 @@ from specinfer.bench.loop import (
     write_files,
 )
 from specinfer.bench.measurement import measure_request
-from specinfer.bench.options import PLAIN, LatencyConfig
+from specinfer.bench.options import PLAIN, CompareConfig
 from specinfer.bench.results import Run
 from specinfer.core.sampling import SamplingParams
 from specinfer.reporting.environment import Environment
@@ -41,14 +42,16 @@ class OtherEngines(Protocol):
 
 
 def run_latency(
-    config: LatencyConfig,
+    config: CompareConfig,
     console: Console | None = None,
     others: Callable[[Session], AbstractContextManager[OtherEngines]] | None = None,
+    prepare: Prepare | None = None,
 ) -> LatencyReport:
     """Measure latency, and write the requested files. Progress is shown if the console is a terminal.
 
     Args:
         others: Function that starts other engines. The report is about our arms only.
+        prepare: Function that changes the models before they are loaded.
 
     Raises:
         ModelError: A model cannot be used.
@@ -56,7 +59,7 @@ def run_latency(
         RuntimeError: A request failed, or a tree changed a greedy output of a float32 target without quantization.
     """
     with ExitStack() as stack:
-        session = stack.enter_context(open_session(config, console))
+        session = stack.enter_context(open_session(config, console, prepare))
         engines = None if others is None else stack.enter_context(others(session))
         exact = is_exact(session.llm.target.loaded, config.temperature)
 

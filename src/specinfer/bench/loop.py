@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rich.console import Console
 
 from specinfer.bench.ceilings import measure_ceilings
-from specinfer.bench.chat_prompts import PromptSet, find_prompts
 from specinfer.bench.comparisons import Comparison
-from specinfer.bench.models import Models, at_size, dtype_of, find_models
+from specinfer.bench.models import Models, dtype_of, find_models
 from specinfer.bench.options import PLAIN, CompareConfig, kinds_for, precision_of, rotated
+from specinfer.bench.prompts import PromptSet, find_prompts
 from specinfer.bench.results import Arm, Run
-from specinfer.bench.roofline import Roofline
+from specinfer.bench.stages import Roofline
+from specinfer.core.config import OffloadConfig
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree_shape import MAX_TREE_NODES, parse_tree
 from specinfer.engine.device.executor import DeviceExecutor
@@ -36,7 +37,8 @@ from specinfer.reporting.spread import first_difference
 
 SLOTS_OF_DRAFTS = 64  # slots that the cache adds for each sequence
 _MAX_READ = 8192  # prompt tokens in one pass; the prompts of most batches fit, so that their requests start together
-T = TypeVar("T")
+# Changes models before they are loaded: the folders, the dtype, and the device that computes; the new ones.
+Prepare = Callable[[Models, str, torch.device, Callable[[str], None]], tuple[Models, str]]
 Key = tuple[int, str]  # batch size, arm
 
 
@@ -96,16 +98,20 @@ class Session:
 
 
 @contextmanager
-def open_session(config: CompareConfig, console: Console | None) -> Iterator[Session]:
+def open_session(config: CompareConfig, console: Console | None, prepare: Prepare | None = None) -> Iterator[Session]:
     """Load the models of a comparison, and measure what its arms need.
+
+    Args:
+        prepare: Function that changes the models before they are loaded, such as one that grows them.
 
     Raises:
         ModelError: A model cannot be used.
         ValueError: An option cannot be used. The message names it, and nothing was measured.
     """
     check_files(config.json, config.plot)
-    device = find_device(config.device)  # growing is slow, so a missing device is reported before
-    models = find_models(config.model, config.drafters)
+    device = find_device(config.device)  # preparing is slow, so a missing device is reported before
+    offload = OffloadConfig(config.offload, config.memory_budget, config.offload_folder)
+    models = find_models(config.model, config.drafters, offload, config.quantization, config.device)
     if config.enable_prefix_caching and "suffix" in models.drafters:
         raise ValueError(
             "enable_prefix_caching: all runs then share what they generate, and suffix would find another's output; "
@@ -120,8 +126,9 @@ def open_session(config: CompareConfig, console: Console | None) -> Iterator[Ses
         prompts=config.prompts,
     )
     with stage_bar(console) as progress:
-        progress.stage(f"growing to {config.grow}" if config.grow else "loading")
-        models, dtype = at_size(models, config.grow, config.dtype, device)
+        dtype = config.dtype
+        if prepare is not None:
+            models, dtype = prepare(models, dtype, device, progress.stage)
         progress.stage("loading")
         ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is free memory
         with load(config, models, dtype, prompts.token_ids) as llm:
@@ -147,10 +154,13 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[li
         **precision_of(config, dtype),
         select=config.select,
         verification=config.verification,
-        speculation_policy=config.scheduler,
+        speculation_policy=config.speculation_policy,
         device=config.device,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
+        offload=config.offload,
+        memory_budget=config.memory_budget,
+        offload_folder=config.offload_folder,
         max_model_len=longest,
         max_num_seqs=math.ceil(num_slots / (longest + SLOTS_OF_DRAFTS)) + config.largest,
         max_num_batched_tokens=min(sum(lengths[: config.largest]), _MAX_READ) if config.largest > 1 else None,

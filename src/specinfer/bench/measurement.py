@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specinfer.bench.clock import now
+from specinfer.bench.ceilings import now
 from specinfer.bench.prompts import run_salt
 from specinfer.bench.results import Answer, Run
-from specinfer.bench.roofline import Roofline
-from specinfer.bench.stages import StageSample
+from specinfer.bench.stages import Roofline, StageSample
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord

@@ -1,6 +1,7 @@
 """Options that measurements share, and checks of them before the long work begins.
 
-Nothing here needs torch, so that a mistake is refused before it is imported.
+A field of a configuration is the only place of its option: flags and their help are made from it, as those of an engine
+are from `EngineArgs`. Nothing here needs torch, so that a mistake is refused before it is imported.
 """
 
 from collections.abc import Sequence
@@ -11,16 +12,17 @@ from typing import Any, Protocol, TypeVar
 from specinfer.core.config import (
     DTYPES,
     KV_CACHE_DTYPES,
+    OffloadConfig,
     check_device,
     check_quantization,
-    check_verification,
     parse_select,
 )
-from specinfer.core.options import parse_size
+from specinfer.core.options import check_settings, parse_size, setting, setting_of
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.core.tree_shape import parse_tree
 from specinfer.demo.chat_model import CHAT
+from specinfer.engine_args import EngineArgs
 
 _T = TypeVar("_T")
 AnyPrompt = str | tuple[int, ...]
@@ -28,86 +30,96 @@ PLAIN = "off"  # name of the arm that decodes without speculation, as in `tree="
 KINDS = ("questions", "rewriting", "code", "lists", "stories")  # of chat prompts
 MAX_BATCH = 1024
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+_SAMPLING, _SPECULATION = "Sampling", "Speculation"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSettings:
+    """Settings that several measurements have."""
+
+    trees: tuple[str, ...] = setting(
+        ("auto",), _SPECULATION, "Token tree to measure. May be repeated. (default: auto)", name="tree"
+    )
+    kinds: tuple[str, ...] | None = setting(
+        None,
+        _SAMPLING,
+        "Kind of chat prompts: questions, rewriting, code, lists or stories. May be repeated. (default: all kinds for "
+        "demo-chat, and held-out texts for other models)",
+        name="kind",
+        metavar="KIND",
+    )
+    num_prompts: int = setting(8, _SAMPLING, "Number of held-out texts or chat prompts.", low=1)
+    prompt_chars: int = setting(600, _SAMPLING, "Approximate length of held-out texts, in characters.", low=1)
+    max_tokens: int = setting(128, _SAMPLING, "Maximum number of tokens to generate for each prompt.", low=2)
+    temperature: float = setting(0.0, _SAMPLING, "Temperature; 0 is greedy.")
+    seed: int = setting(0, _SAMPLING, "Random seed of sampled text.", low=0, high=MAX_SEED)
+    json: str | Path | None = setting(None, "Output", "Write the results to this JSON file.", metavar="FILE")
+    plot: str | Path | None = setting(
+        None, "Output", "Plot the results to this file: .png, .svg or .pdf.", metavar="FILE"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class CompareConfig:
     """Options of a comparison of trees with plain decoding, which is always one of the arms.
 
+    The first tree gives the headline numbers. Prompts fill as many batches as they need; a batch size larger than
+    their number uses as many as the batch holds. The end-of-text token does not end an output, but answers to chat
+    prompts are no longer than plain decoding's.
+
     Attributes:
-        model: A local folder, a hub name, or "demo".
-        drafters: "auto", or folders, hub names, "ngram" and "suffix".
-        trees: One arm each: "auto", children per level such as "1,1,3,1", or "best-first:16". The first gives the
-            headline numbers.
-        grow: Size to grow the target to, such as "1b"; drafters grow to a hundredth of that. Llama models only.
-        dtype: Data type of the models; "auto" is the checkpoint's, or bfloat16 for grown models.
-        quantization: Quantization of the target ("int8", "int4" or "fp8"), or None for none.
-        drafter_quantization: Quantization of the model drafters.
-        kv_cache_dtype: Data type of the keys and values in the caches, one of `KV_CACHE_DTYPES`.
-        select: Selection of the model drafters that draft, as for the option of this name.
-        verification: Verification rule of the arms with trees.
-        scheduler: A policy file made by `specinfer tune --policy`, which chooses trees for the tree "auto".
-        tensor_parallel_size, pipeline_parallel_size: Numbers of ranks that hold the target, all on this machine.
-        enable_prefix_caching: Whether the prefix cache keeps prompts from run to run, instead of each reading its own.
-            The times with prompts then say nothing.
-        kv_cache_memory_bytes: Size of the KV caches of all models, such as "6GiB". None for the default of `LLM`.
-        num_prompts: Held-out texts or chat prompts for each batch size, in as many batches as they fill. A batch size
-            larger than this uses as many prompts as the batch holds.
-        max_tokens: Tokens generated for each prompt. The end-of-text token does not end them, but answers to chat
-            prompts are no longer than plain decoding's.
-        temperature: Sampling temperature; 0 is greedy.
-        repeats: Measured runs of each arm on each batch.
-        warmup: Unmeasured runs of each arm on the first batch of each size before them.
-        prompt_chars: Approximate length of the held-out texts in characters.
+        warmup: Unmeasured runs of each arm on the first batch of each size.
         prompts: Texts or token ids to continue in place of the held-out texts.
-        kinds: Kinds of chat prompts to answer. None means all kinds if the model is "demo-chat", and texts to continue
-            otherwise.
-        json: File to write the numbers to.
-        plot: File to write the plot to; its suffix sets the format.
 
     Raises:
         ValueError: A field is out of range. The message names it.
     """
 
-    model: str = "demo"
-    drafters: str | tuple[str, ...] = "auto"
-    trees: tuple[str, ...] = ("auto",)
-    grow: str | None = None
-    dtype: str = "auto"
-    quantization: str | None = None
-    drafter_quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    select: str = "all"
-    verification: str = "coupled"
-    scheduler: str | Path | None = None
-    device: str = "auto"
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    enable_prefix_caching: bool = False
-    kv_cache_memory_bytes: int | str | None = None
-    num_prompts: int = 8
-    max_tokens: int = 128
-    temperature: float = 0.0
-    repeats: int = 3
+    model: str = setting_of(EngineArgs, "model", default="demo")
+    drafters: str | tuple[str, ...] = setting_of(EngineArgs, "drafters")
+    trees: tuple[str, ...] = setting_of(SharedSettings, "trees")
+    dtype: str = setting_of(EngineArgs, "dtype")
+    quantization: str | None = setting_of(EngineArgs, "quantization")
+    drafter_quantization: str | None = setting_of(EngineArgs, "drafter_quantization")
+    kv_cache_dtype: str = setting_of(EngineArgs, "kv_cache_dtype")
+    select: str = setting_of(EngineArgs, "select")
+    verification: str = setting_of(EngineArgs, "verification")
+    speculation_policy: str | Path | None = setting_of(EngineArgs, "speculation_policy")
+    device: str = setting_of(EngineArgs, "device")
+    tensor_parallel_size: int = setting_of(EngineArgs, "tensor_parallel_size")
+    pipeline_parallel_size: int = setting_of(EngineArgs, "pipeline_parallel_size")
+    offload: str | None = setting_of(EngineArgs, "offload")
+    memory_budget: int | str | None = setting_of(EngineArgs, "memory_budget")
+    offload_folder: str | Path | None = setting_of(EngineArgs, "offload_folder")
+    enable_prefix_caching: bool = setting(
+        False,
+        _SAMPLING,
+        "Read each prompt once and not in each run, to compare decoding after long prompts in less time.",
+    )
+    kv_cache_memory_bytes: int | str | None = setting_of(EngineArgs, "kv_cache_memory_bytes")
+    num_prompts: int = setting(
+        8, _SAMPLING, "Number of held-out texts, or of chat prompts of all kinds; at least the batch size.", low=1
+    )
+    max_tokens: int = setting_of(SharedSettings, "max_tokens", default=128)
+    temperature: float = setting(0.0, _SAMPLING, "Temperature; 0 is greedy. (default: 0, or 0.7 for demo-chat)")
+    repeats: int = setting(3, _SAMPLING, "Number of measured runs of each tree on each prompt or batch.", low=1)
     warmup: int = 1
-    seed: int = 0
-    prompt_chars: int = 600
+    seed: int = setting_of(SharedSettings, "seed")
+    prompt_chars: int = setting_of(SharedSettings, "prompt_chars")
     prompts: tuple[AnyPrompt, ...] | None = None
-    kinds: tuple[str, ...] | None = None
-    json: str | Path | None = None
-    plot: str | Path | None = None
+    kinds: tuple[str, ...] | None = setting_of(SharedSettings, "kinds")
+    json: str | Path | None = setting_of(SharedSettings, "json")
+    plot: str | Path | None = setting_of(SharedSettings, "plot")
 
     def __post_init__(self) -> None:
-        for name, least in (("num_prompts", 1), ("max_tokens", 2), ("repeats", 1), ("warmup", 0), ("prompt_chars", 1)):
-            check_whole(name, getattr(self, name), least)
+        check_settings(self)
+        check_whole("warmup", self.warmup, 0)
         check_batches(self.sizes, self.prompts)
-        check_models(self)
         check_device(self.device)
         ParallelConfig(self.tensor_parallel_size, self.pipeline_parallel_size)
-        check_seed(self.seed)
+        OffloadConfig(self.offload, self.memory_budget, self.offload_folder)
         check_trees(self.trees)
         parse_select(self.select)
-        check_verification(self.verification)
         if self.kv_cache_memory_bytes is not None:
             parse_size("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
         check_prompts(self.prompts)
@@ -136,14 +148,12 @@ class LatencyConfig(CompareConfig):
 
 @dataclass(frozen=True, slots=True)
 class ThroughputConfig(CompareConfig):
-    """Options of the throughput measurement.
+    """Options of the throughput measurement."""
 
-    Attributes:
-        batch_sizes: Numbers of requests that run together.
-    """
-
-    batch_sizes: tuple[int, ...] = BATCH_SIZES
-    max_tokens: int = 64
+    batch_sizes: tuple[int, ...] = setting(
+        BATCH_SIZES, _SAMPLING, "Batch size. May be repeated. (default: 1, 2, 4, 8, 16 and 32)", name="batch"
+    )
+    max_tokens: int = setting_of(SharedSettings, "max_tokens", default=64)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -153,6 +163,18 @@ class ThroughputConfig(CompareConfig):
 def bench_params(temperature: float, max_tokens: int, seed: int, *, ignore_eos: bool = True) -> SamplingParams:
     """Return the parameters of a request that is measured; the seed wraps around."""
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed & MAX_SEED, ignore_eos=ignore_eos)
+
+
+def parse_numbers(name: str, text: str) -> tuple[float, ...]:
+    """Return numbers that are separated by commas.
+
+    Raises:
+        ValueError: One is none; the message has the name.
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{name}: {text[:60]!r} cannot be read; give numbers with commas, such as 0.7,0.1") from error
 
 
 def rotated(values: Sequence[_T], shift: int) -> tuple[_T, ...]:

@@ -1,15 +1,119 @@
-"""Token ids of prompts, checked against the model that is to continue them."""
+"""Prompts for measurements: held-out texts to continue, or messages of several kinds to a chat model.
+
+The messages were written for this purpose, and no drafter is trained on them. An answer ends where the target ends it,
+since text after the end-of-text token is of no use.
+"""
 
 import itertools
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from specinfer.bench.options import AnyPrompt
+from specinfer.bench.options import KINDS, AnyPrompt
+from specinfer.core.errors import RequestError
+from specinfer.core.sampling import SamplingParams
 from specinfer.demo.corpus import heldout_prompts
+from specinfer.inputs.chat.template import ChatTemplate
 from specinfer.llm import LLM
 from specinfer.model.definition import known_positions, load_config, load_tokenizer
+from specinfer.policy.base import FixedPolicy
 
 _SALTS = itertools.count()
+LEAST_TOKENS = 2  # of an answer, since the clock runs from the first token to the last
+_FILE = Path(__file__).with_name("chat_prompts.jsonl")
+_NO_LIMIT = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of one measurement.
+
+    Attributes:
+        token_ids: Token ids of each prompt.
+        kinds: Kind of each chat prompt; empty if the prompts are texts to continue.
+    """
+
+    token_ids: list[list[int]]
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.token_ids))
+
+    def end_answers(self, llm: LLM, params: Sequence[SamplingParams]) -> list[SamplingParams]:
+        """Return the parameters of each prompt. For chat prompts, set `max_tokens` to the length of plain decoding.
+
+        All arms and other engines are then timed on answers of the same length.
+
+        Raises:
+            RuntimeError: A request failed.
+        """
+        if not self.kinds:
+            return list(params)
+        llm.engine.policy = FixedPolicy()
+        prompts = [{"prompt_token_ids": ids, "cache_salt": run_salt(llm)} for ids in self.token_ids]
+        asked = [replace(each, ignore_eos=False) for each in params]
+        ended = []
+        for number, output in enumerate(llm.generate(prompts, asked, use_tqdm=False)):
+            if output.error is not None:
+                raise RuntimeError(f"prompt {number}: {output.error}")
+            ended.append(max(LEAST_TOKENS, len(output.outputs[0].token_ids)))
+        return [replace(each, max_tokens=length) for each, length in zip(params, ended, strict=True)]
+
+
+@cache
+def chat_prompts() -> dict[str, tuple[str, ...]]:
+    """Return all messages by kind."""
+    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for line in _FILE.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        found[record["kind"]].append(record["prompt"])
+    return {kind: tuple(prompts) for kind, prompts in found.items()}
+
+
+def chat_token_ids(folder: Path, count: int, kinds: Sequence[str]) -> PromptSet:
+    """Return `count` messages of these kinds in turn, formatted by the chat template of the model in `folder`.
+
+    Raises:
+        ValueError: There are too few messages, or the model has no chat template.
+    """
+    written = chat_prompts()
+    available = len(kinds) * min(len(written[kind]) for kind in kinds)
+    if count > available:
+        raise ValueError(
+            f"num_prompts: {count} are needed, and there are {available} chat prompts of {', '.join(kinds)}; ask for "
+            "fewer at once, or for more kinds"
+        )
+    template = ChatTemplate(load_tokenizer(folder), known_positions(folder) or _NO_LIMIT)
+    chosen = [(kinds[i % len(kinds)], written[kinds[i % len(kinds)]][i // len(kinds)]) for i in range(count)]
+    try:
+        ids = [template.read([{"role": "user", "content": text}]) for _, text in chosen]
+    except RequestError as error:
+        raise ValueError(f"kinds: {folder} cannot be given chat prompts: {error}") from error
+    return PromptSet(ids, tuple(kind for kind, _ in chosen))
+
+
+def find_prompts(
+    folder: Path,
+    max_tokens: int,
+    kinds: Sequence[str],
+    *,
+    count: int,
+    num_chars: int = 600,
+    prompts: Sequence[AnyPrompt] | None = None,
+) -> PromptSet:
+    """Return prompts for the model in `folder`: chat prompts of these kinds, or texts to continue if there are none.
+
+    Raises:
+        ValueError: An option cannot be used. The message names it.
+    """
+    if not kinds:
+        return PromptSet(token_prompts(folder, max_tokens, count=count, num_chars=num_chars, prompts=prompts))
+    chosen = chat_token_ids(folder, count, kinds)
+    return PromptSet(token_prompts(folder, max_tokens, prompts=[tuple(ids) for ids in chosen.token_ids]), chosen.kinds)
 
 
 def run_salt(llm: LLM) -> str:

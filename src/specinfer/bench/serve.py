@@ -6,7 +6,7 @@ run. Requests have a cache salt, so that no arm benefits from prompts that the s
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from http.client import HTTPConnection
@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import torch
 from rich.console import Console
 
-from specinfer.bench.loop import write_files
-from specinfer.bench.models import Models, at_size, find_models
+from specinfer.bench.loop import Prepare, write_files
+from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import PLAIN, precision_of
-from specinfer.bench.serve_load import PATHS, send_all, send_alone, send_one
-from specinfer.bench.serve_plans import ServeConfig, Turn, arrivals, at_rate, schedule
+from specinfer.bench.serve_load import PATHS, Turn, arrivals, at_rate, schedule, send_all, send_alone, send_one
+from specinfer.bench.serve_options import ServeConfig
 from specinfer.bench.serve_process import ServerAddress, running_server
 from specinfer.bench.serve_report import Overhead, RateResult, ServeArm, ServeReport
 from specinfer.bench.serve_requests import LoadRequest, load_requests
@@ -40,8 +41,11 @@ if TYPE_CHECKING:
     import httpx
 
 
-def run_serve(config: ServeConfig, console: Console | None = None) -> ServeReport:
+def run_serve(config: ServeConfig, console: Console | None = None, prepare: Prepare | None = None) -> ServeReport:
     """Run the benchmark and write the requested files. Progress is shown if the console is a terminal.
+
+    Args:
+        prepare: Function that changes the models before the server is started.
 
     Raises:
         ModelError: A model cannot be used.
@@ -54,7 +58,7 @@ def run_serve(config: ServeConfig, console: Console | None = None) -> ServeRepor
         raise ValueError("find_rate: the requests have no targets; give goodput, or a trace whose lines have slo")
     with stage_bar(console) as progress, ExitStack() as stack:
         progress.stage("starting the server")
-        models, dtype = _models(config)
+        models, dtype = _models(config, prepare, progress.stage)
         address = stack.enter_context(_server(config, models, dtype))
         name, version = _look(address, config.model if config.base_url else None)
         load = _Load(config, address, name, requests, progress)
@@ -80,11 +84,12 @@ def run_serve(config: ServeConfig, console: Console | None = None) -> ServeRepor
 # ------------------------------------------------------------------------------------- the server
 
 
-def _models(config: ServeConfig) -> tuple[Models | None, str]:
+def _models(config: ServeConfig, prepare: Prepare | None, report: Callable[[str], None]) -> tuple[Models | None, str]:
     if config.base_url is not None:
         return None, config.dtype
     assert config.model is not None
-    return at_size(find_models(config.model, config.drafters), config.grow, config.dtype)
+    models = find_models(config.model, config.drafters)
+    return (models, config.dtype) if prepare is None else prepare(models, config.dtype, torch.device("cpu"), report)
 
 
 @contextmanager

@@ -7,11 +7,16 @@ requests, the wait for a free place is not part of a request's times, as in vLLM
 import asyncio
 import http.client
 import json
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from specinfer.bench.options import rotated
+from specinfer.bench.serve_options import ServeConfig
 from specinfer.bench.serve_runs import RequestRun, Round
 from specinfer.client import EventDecoder, error_text
 
@@ -145,3 +150,39 @@ class _Watch:
             error=error,
             stats=self._stats,
         )
+
+
+class Turn(NamedTuple):
+    """One round at one rate: all arms, in this order."""
+
+    rate: float
+    repeat: int
+    arms: tuple[str, ...]
+
+
+def schedule(config: ServeConfig, rates: Sequence[float]) -> Iterator[Turn]:
+    """Yield all rates in each repeat, so that a slower machine affects all of them alike."""
+    for repeat in range(config.repeats):
+        for place, rate in enumerate(rates):
+            yield Turn(rate, repeat, rotated(config.trees, repeat + place))
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Return the send times in seconds from the start. At a finite rate the last is count / rate."""
+    if math.isinf(rate):
+        return [0.0] * count
+    if math.isinf(burstiness):
+        gaps = np.full(count, 1 / rate)
+    else:
+        gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), count)
+    return at_rate(np.cumsum(gaps).tolist(), rate)
+
+
+def at_rate(times: Sequence[float], rate: float) -> list[float]:
+    """Return ascending times scaled so that their mean rate is this one; as they are if it is infinite.
+
+    vLLM's benchmark does so with random times, since the actual rate would otherwise be random.
+    """
+    if math.isinf(rate) or not times[-1]:
+        return list(times)
+    return [time * (len(times) / rate / times[-1]) for time in times]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specinfer.bench.serve_plans import DATASETS, TRACE, ServeConfig
+from specinfer.bench.serve_options import DATASETS, TRACE, ServeConfig
 from specinfer.core.limits import SLO
 from specinfer.demo.corpus import heldout_prompts
 

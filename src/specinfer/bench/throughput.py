@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from specinfer.bench.loop import (
+    Prepare,
     Turn,
     check_equal,
     comparisons,
@@ -26,15 +27,20 @@ from specinfer.reporting.environment import Environment
 from specinfer.reporting.files import options_of
 
 
-def run_throughput(config: ThroughputConfig, console: Console | None = None) -> ThroughputReport:
+def run_throughput(
+    config: ThroughputConfig, console: Console | None = None, prepare: Prepare | None = None
+) -> ThroughputReport:
     """Measure throughput, and write the requested files. Progress is shown if the console is a terminal.
+
+    Args:
+        prepare: Function that changes the models before they are loaded.
 
     Raises:
         ModelError: A model cannot be used.
         ValueError: An option cannot be used. The message names it, and nothing was measured.
         RuntimeError: A request failed, or a tree changed a greedy output of a float32 target without quantization.
     """
-    with open_session(config, console) as session:
+    with open_session(config, console, prepare) as session:
         llm, exact = session.llm, is_exact(session.llm.target.loaded, config.temperature)
 
         def measure(turn: Turn, name: str) -> Run:

@@ -10,15 +10,13 @@ from specinfer.cli.chat import chat, complete, run
 from specinfer.cli.commands import Program, add_command
 from specinfer.cli.demo import demo
 from specinfer.cli.environment import collect_env, show_version, version
-from specinfer.cli.errors import UsageError
 from specinfer.cli.generate import generate
 from specinfer.cli.help_text import Group
-from specinfer.cli.measure import acceptance, latency, throughput
+from specinfer.cli.measure import ACCEPTANCE, LATENCY, SERVE, THROUGHPUT, add_moved
 from specinfer.cli.models import list_models, pull, rm
-from specinfer.cli.plan import plan
+from specinfer.cli.plan import PLAN
 from specinfer.cli.quantize import quantize
 from specinfer.cli.serve import serve
-from specinfer.cli.serve_bench import serve as bench_serve
 from specinfer.cli.trace import trace
 from specinfer.cli.tune import tune
 from specinfer.core.systems import load_openmp
@@ -31,28 +29,19 @@ app = typer.Typer(
     # Users of vLLM write flags with - or with _.
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda n: n.replace("_", "-")},
 )
-MOVED = ("offload", "parallel", "schedule", "kernels", "perplexity", "host")  # to the folder benchmarks/
-_TAKES_ALL = {"ignore_unknown_options": True, "allow_extra_args": True}
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run, "chat": chat, "complete": complete, "generate": generate, "run-batch": run_batch, "serve": serve,
-    "pull": pull, "list": list_models, "rm": rm, "demo": demo, "plan": plan, "tune": tune, "quantize": quantize,
-    "trace": trace, "collect-env": collect_env, "version": version,
+    "pull": pull, "list": list_models, "rm": rm, "demo": demo, "plan": PLAN.command(), "tune": tune,
+    "quantize": quantize, "trace": trace, "collect-env": collect_env, "version": version,
 }  # fmt: skip
-
-
-def refuse_moved(context: typer.Context) -> None:
-    """Say where a command of bench went."""
-    name = context.info_name
-    raise UsageError(f"bench {name}: run python -m benchmarks.{name} in a checkout of the repository")
 
 
 for name, command in COMMANDS.items():
     add_command(app, command, called=name, environment=command is serve)
 bench = typer.Typer(cls=Group, help="Benchmark latency, throughput, a server, or acceptance.")
-for measurement in (latency, throughput, bench_serve, acceptance):
-    add_command(bench, measurement)
-for name in MOVED:
-    bench.command(name, hidden=True, add_help_option=False, context_settings=_TAKES_ALL)(refuse_moved)
+for measurement in (LATENCY, THROUGHPUT, SERVE, ACCEPTANCE):
+    add_command(bench, measurement.command())
+add_moved(bench)
 app.add_typer(bench, name="bench")
 
 

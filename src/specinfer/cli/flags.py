@@ -36,8 +36,10 @@ def setting_flag(each: "Field[Any]", about: Flag) -> inspect.Parameter:
     name, kinds = flag_name(each, about), kinds_of(each)
     default = None if each.default is MISSING else each.default
     kind: Any = each.type
-    if about.repeats or Sequence[str] in kinds or tuple[str, ...] in kinds:
-        kind, default = list[str] | None, None
+    many = next((one for one in kinds if get_origin(one) in (tuple, Sequence)), None)
+    if about.repeats or (many is not None and about.read is None):
+        element = str if about.repeats else get_args(many)[0]
+        kind, default = list[element] | None, None  # type: ignore[valid-type]
     elif about.is_negated:
         kind, default = bool, False
     elif about.read is not None or str in kinds:
@@ -126,7 +128,9 @@ class Given:
         kind = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
         if settings := () if hasattr(kind, "flags") else list(settings_of(kind)):
             values = {each.name: (about, self._values[flag_name(each, about)]) for each, about in settings}
-            return kind(**{name: _value(about, value) for name, (about, value) in values.items() if value is not None})
+            return kind(
+                **{name: value_of(about, value) for name, (about, value) in values.items() if value is not None}
+            )
         names = [flag.name for flag in flags_of(annotation) or ()]
         if hasattr(kind, "flags"):
             return kind({name: self._values[name] for name in names if name in self._given})
@@ -138,7 +142,7 @@ class Given:
         return {name: value for name, value in self._values.items() if name not in taken}
 
 
-def _value(about: Flag, value: Any) -> Any:
+def value_of(about: Flag, value: Any) -> Any:
     """Return the value of a setting, given that of its flag."""
     if about.is_negated:
         return not value

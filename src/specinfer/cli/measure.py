@@ -1,170 +1,247 @@
-"""The commands bench latency, throughput and acceptance."""
+"""Commands that measure. Their flags are made from the fields of their configurations."""
 
-from typing import Annotated, Any
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol
 
 import typer
 
 from specinfer.bench.acceptance_options import AcceptanceConfig
-from specinfer.bench.options import BATCH_SIZES, LatencyConfig, ThroughputConfig
-from specinfer.cli.bench_options import (
-    KIND,
-    MAX_TOKENS,
-    MEASURED,
-    PROMPT_CHARS,
-    CompareOptions,
-    GrowableOptions,
-    ModelOptions,
-    ReportOptions,
-    check_inputs,
-    measured,
-)
+from specinfer.bench.options import LatencyConfig, ThroughputConfig
+from specinfer.bench.serve_options import ServeConfig
 from specinfer.cli.errors import UsageError, checking
-from specinfer.cli.options import DEVICE, MODEL, flag
-from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE
-from specinfer.reporting.files import show
+from specinfer.cli.flags import flag_name, setting_flag, value_of
+from specinfer.cli.options import DEBUG, check_models, flag, one_name
+from specinfer.cli.screen import Screen
+from specinfer.cli.terminal import quiet_libraries
+from specinfer.cli.values import parse_drafters
+from specinfer.core.options import settings_of
+from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE, CODE, usual_temperature
+from specinfer.reporting.files import check_files, show
+
+_NO_OTHERS: dict[str, Any] = {}
+MEASURED = "Target model, as in generate. (default: demo)"
 
 
-def latency(
-    argument: MEASURED = None,
-    *,
-    options: CompareOptions,
-    models: GrowableOptions,
-    report: ReportOptions,
-    prompt_chars: PROMPT_CHARS = 600,
-    max_tokens: MAX_TOKENS = 128,
-    peer: Annotated[list[str] | None, typer.Option("--peer", hidden=True)] = None,
-) -> None:
-    """Compare the latency of token trees with that of plain decoding, one request at a time."""
-    if peer:
-        raise UsageError(f"peer: run python -m benchmarks.latency --peer {peer[0]} in a checkout of the repository")
-    screen = report.screen()
-    with checking():
-        config = LatencyConfig(
-            **options.settings(argument),
-            **models.settings(),
-            **report.settings(),
-            prompt_chars=prompt_chars,
-            max_tokens=max_tokens,
-        )
-        check_inputs(config)
-        from specinfer.bench.latency import run_latency
-        from specinfer.bench.latency_report import print_latency
+@dataclass(frozen=True, slots=True)
+class ConfigFlags:
+    """The flags of a configuration that were given.
 
-        show(lambda: run_latency(config, screen.err), lambda report: print_latency(report, screen.out))
+    A command has those of all settings of a class with `Annotated[ConfigFlags, THE_CLASS]`.
 
+    Attributes:
+        given: Values by the names of flags.
+    """
 
-def throughput(
-    argument: MEASURED = None,
-    *,
-    options: CompareOptions,
-    models: GrowableOptions,
-    report: ReportOptions,
-    batch: Annotated[
-        list[int] | None,
-        flag("Sampling", "Batch size. May be repeated. (default: 1, 2, 4, 8, 16 and 32)"),
-    ] = None,
-    prompt_chars: PROMPT_CHARS = 600,
-    max_tokens: MAX_TOKENS = 64,
-) -> None:
-    """Compare the throughput of token trees with that of plain decoding, by batch size."""
-    screen = report.screen()
-    with checking():
-        sizes = tuple(batch or BATCH_SIZES)
-        config = ThroughputConfig(
-            **options.settings(argument),
-            **models.settings(),
-            **report.settings(),
-            batch_sizes=sizes,
-            prompt_chars=prompt_chars,
-            max_tokens=max_tokens,
-        )
-        check_inputs(config)
-        from specinfer.bench.throughput import run_throughput
-        from specinfer.bench.throughput_report import print_throughput
+    given: Mapping[str, Any] = field(default_factory=dict)
 
-        show(lambda: run_throughput(config, screen.err), lambda report: print_throughput(report, screen.out))
+    @staticmethod
+    def flags(config: type) -> list[inspect.Parameter]:
+        """Return a parameter for each setting of a class."""
+        return [setting_flag(each, about) for each, about in settings_of(config)]
+
+    def settings(self, config: type) -> dict[str, Any]:
+        """Return the values by fields of the class.
+
+        Raises:
+            ValueError: The drafters cannot be used together.
+        """
+        found = {each.name: (about, flag_name(each, about)) for each, about in settings_of(config)}
+        given = {name: value_of(about, self.given[flag]) for name, (about, flag) in found.items() if flag in self.given}
+        if "drafters" in given:
+            drafters = parse_drafters(given["drafters"])
+            given["drafters"] = drafters if isinstance(drafters, str) else tuple(drafters)
+        return given
 
 
-# The settings of --quick; options that are given take precedence.
-_QUICK: dict[str, Any] = {"num_prompts": 3, "max_tokens": 24, "temperatures": (0.0, 1.0), "nodes": (16,)}
+class Extra(Protocol):
+    """Flags of a measurement that are not fields of its configuration."""
+
+    def settings(self, command: str, model: str | None) -> dict[str, Any]:
+        """Return the fields of the configuration of this command that follow from these flags."""
+        ...
 
 
-def acceptance(
-    argument: MEASURED = None,
-    *,
-    model: MODEL = None,
-    models: ModelOptions,
-    device: DEVICE = "auto",
-    part: Annotated[
-        list[str] | None,
-        flag(
-            "Speculation",
-            "Part to measure: table1, table2, table3, rules, drafters or shift. May be repeated. (default: all but "
-            "shift)",
-        ),
-    ] = None,
-    nodes: Annotated[
-        list[int] | None, flag("Speculation", "Number of nodes of the trees to compare. May be repeated. (default: 32)")
-    ] = None,
-    verification: Annotated[
-        str | None, flag("Speculation", "Verification rule. (default: multi-step for table2, coupled for drafters)")
-    ] = None,
-    select: Annotated[
-        str | None,
-        flag("Speculation", "Selection of drafters that shift compares with all. (default: hedge:1)", "--select"),
-    ] = None,
-    shift_to: Annotated[
-        str | None,
-        flag(
-            "Sampling",
-            "Text of the second domain of shift, after held-out code. (default: the documentation of Python)",
-            metavar="FILE",
-        ),
-    ] = None,
-    kind: KIND = None,
-    num_prompts: Annotated[
-        int | None, flag("Sampling", "Number of held-out texts or chat prompts. (default: 8)")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, flag("Sampling", "Maximum number of tokens to generate for each prompt. (default: 64)")
-    ] = None,
-    temperature: Annotated[
-        list[float] | None,
-        flag(
-            "Sampling",
-            "Temperature for rules and drafters; 0 is greedy. May be repeated. (default: 0, 0.6 and 1; 0 and 0.7 for "
-            "demo-chat)",
-        ),
-    ] = None,
-    quick: Annotated[bool, flag("Sampling", "Use few short texts and few trees.", "--quick")] = False,
-    report: ReportOptions,
-) -> None:
-    """Measure tokens per pass: the tables of the paper, and a comparison of rules, trees and drafters."""
-    screen = report.screen()
-    with checking():
-        name = measured(argument, model)
-        usual = {"temperatures": (0.0, CHAT_TEMPERATURE)} if name == CHAT else {}
-        asked = {
-            "parts": tuple(part) if part else None,
-            "nodes": tuple(nodes) if nodes else None,
-            "temperatures": tuple(temperature) if temperature else None,
-            "select": select,
-            "shift_to": shift_to,
-            "num_prompts": num_prompts,
-            "max_tokens": max_tokens,
-        }
-        given = {field: value for field, value in asked.items() if value is not None}
-        config = AcceptanceConfig(
-            model=name,
-            kinds=tuple(kind) if kind else None,
-            verification=verification,
-            device=device,
-            **models.settings(),
-            **report.settings(),
-            **(_QUICK if quick else {}) | usual | given,
-        )
-        check_inputs(config)
-        from specinfer.bench.acceptance import run_acceptance
-        from specinfer.bench.acceptance_table import print_acceptance
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A command that measures.
 
-        show(lambda: run_acceptance(config, screen.err), lambda report: print_acceptance(report, screen.out))
+    Attributes:
+        run, show: Functions that measure, and print what was measured, as "module:function". They are imported after
+            the options are checked, since torch takes seconds.
+        help: Description of the command.
+        model: Help of the argument MODEL; None if there is no such argument.
+        default: Model that is measured if none is named.
+        is_required: Whether a model must be named.
+        usual: Function that returns the fields whose defaults depend on the model.
+        extra: Class with further flags.
+    """
+
+    name: str
+    config: type
+    run: str
+    show: str
+    help: str
+    model: str | None = MEASURED
+    default: str | None = CODE
+    is_required: bool = False
+    usual: Callable[[str | None], dict[str, Any]] = lambda model: _NO_OTHERS
+    extra: type[Extra] | None = None
+
+    def command(self) -> Callable[..., None]:
+        """Return the function of the command."""
+
+        def command(argument: str | None = None, *, flags: ConfigFlags, debug: bool, extra: Any = None) -> None:
+            quiet_libraries(debug=debug)
+            screen = Screen()
+            with checking():
+                config = self._config(argument, flags, extra)
+                check_inputs(config)
+                run, print_report = _function(self.run), _function(self.show)
+                show(lambda: run(config, screen.err), lambda report: print_report(report, screen.out))
+
+        kind, argument = inspect.Parameter.KEYWORD_ONLY, typer.Argument(metavar="MODEL", help=self.model)
+        parameters = [] if self.model is None else [
+            inspect.Parameter(
+                "argument",
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=inspect.Parameter.empty if self.is_required else None,
+                annotation=Annotated[str if self.is_required else str | None, argument],
+            )
+        ]  # fmt: skip
+        parameters.append(inspect.Parameter("flags", kind, annotation=Annotated[ConfigFlags, self.config]))
+        if self.extra is not None:
+            parameters.append(inspect.Parameter("extra", kind, annotation=self.extra))
+        parameters.append(inspect.Parameter("debug", kind, default=False, annotation=DEBUG))
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__name__, command.__doc__ = self.name, self.help
+        return command
+
+    def _config(self, argument: str | None, flags: ConfigFlags, extra: Extra | None) -> Any:
+        settings = flags.settings(self.config)
+        name = one_name(argument, settings.pop("model", None)) or self.default
+        named = {} if self.model is None else {"model": name}
+        more = {} if extra is None else extra.settings(self.name, name)
+        return self.config(**named | self.usual(name) | more | settings)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def check_inputs(config: Any) -> None:
+    """Check the files and models of a measurement before torch is imported, which takes seconds.
+
+    Raises:
+        ModelError, ValueError: A file cannot be written, or a model is missing.
+    """
+    check_files(config.json, getattr(config, "plot", None))
+    if getattr(config, "base_url", None) is None and getattr(config, "model", None) is not None:
+        drafters = getattr(config, "drafters", ())
+        check_models(config.model, () if isinstance(drafters, str) else drafters)
+
+
+def usual_settings(model: str | None) -> dict[str, Any]:
+    """Return the settings of a comparison that depend on the model."""
+    return {"temperature": usual_temperature(str(model), 0.0)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedFlags:
+    """Flags that only `python -m benchmarks` has, in a checkout of the repository."""
+
+    grow: Annotated[str | None, typer.Option("--grow", hidden=True)] = None
+    peer: Annotated[list[str] | None, typer.Option("--peer", hidden=True)] = None
+
+    def settings(self, command: str, model: str | None) -> dict[str, Any]:
+        """Return nothing.
+
+        Raises:
+            UsageError: A flag is given.
+        """
+        for name, value in (("grow", self.grow), ("peer", self.peer[0] if self.peer else None)):
+            if value is not None:
+                words = f"python -m benchmarks {command} --{name} {value}"
+                raise UsageError(f"{name}: run {words} in a checkout of the repository")
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceFlags:
+    """Flags of `bench acceptance` that stand for several settings."""
+
+    quick: Annotated[bool, flag("Sampling", "Use few short texts and few trees.", "--quick")] = False
+
+    def settings(self, command: str, model: str | None) -> dict[str, Any]:
+        usual: dict[str, Any] = {"temperatures": (0.0, CHAT_TEMPERATURE)} if model == CHAT else {}
+        if self.quick:
+            usual = {"num_prompts": 3, "max_tokens": 24, "temperatures": (0.0, 1.0), "nodes": (16,)} | usual
+        return usual
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedServeFlags:
+    """Flags of `bench serve` that only `python -m benchmarks` has."""
+
+    grow: Annotated[str | None, typer.Option("--grow", hidden=True)] = None
+
+    def settings(self, command: str, model: str | None) -> dict[str, Any]:
+        return MovedFlags(grow=self.grow).settings(command, model)
+
+
+LATENCY = Measurement(
+    "latency",
+    LatencyConfig,
+    "specinfer.bench.latency:run_latency",
+    "specinfer.bench.latency_report:print_latency",
+    "Compare the latency of token trees with that of plain decoding, one request at a time.",
+    usual=usual_settings,
+    extra=MovedFlags,
+)
+THROUGHPUT = Measurement(
+    "throughput",
+    ThroughputConfig,
+    "specinfer.bench.throughput:run_throughput",
+    "specinfer.bench.throughput_report:print_throughput",
+    "Compare the throughput of token trees with that of plain decoding, by batch size.",
+    usual=usual_settings,
+    extra=MovedFlags,
+)
+SERVE = Measurement(
+    "serve",
+    ServeConfig,
+    "specinfer.bench.serve:run_serve",
+    "specinfer.bench.serve_table:print_serve",
+    "Benchmark a server under load, with and without token trees in turns.",
+    model="Model to serve; with --base-url, the name of the model on the server.",
+    default=None,
+    extra=MovedServeFlags,
+)
+ACCEPTANCE = Measurement(
+    "acceptance",
+    AcceptanceConfig,
+    "specinfer.bench.acceptance:run_acceptance",
+    "specinfer.bench.acceptance_table:print_acceptance",
+    "Measure tokens per pass: the tables of the paper, and a comparison of rules, trees and drafters.",
+    extra=AcceptanceFlags,
+)
+
+_LABORATORY = "run python -m benchmarks {} in a checkout of the repository"
+# Former commands of bench, and what measures the same now.
+MOVED = {name: _LABORATORY.format(name) for name in ("offload", "schedule", "kernels", "perplexity", "host")}
+MOVED["parallel"] = "run bench latency with --tensor-parallel-size or --pipeline-parallel-size"
+
+
+def add_moved(group: typer.Typer) -> None:
+    """Add a hidden command for each former name, which says where it went."""
+    takes_all = {"ignore_unknown_options": True, "allow_extra_args": True}
+    for name in MOVED:
+        group.command(name, hidden=True, add_help_option=False, context_settings=takes_all)(_refuse)
+
+
+def _refuse(context: typer.Context) -> None:
+    raise UsageError(f"bench {context.info_name}: {MOVED[str(context.info_name)]}")

@@ -52,32 +52,6 @@ ARGUMENT = Annotated[
     ),
 ]
 DEBUG = Annotated[bool, flag("Output", "Show log messages, messages of libraries and tracebacks.", "--debug")]
-# Options of the commands that measure:
-GROW = Annotated[
-    str | None,
-    flag(
-        "Model",
-        "Grow the target to this number of parameters, such as 1b, with the same output. Llama models only.",
-        "--grow",
-        metavar="SIZE",
-    ),
-]
-DRAFTERS = Annotated[list[str] | None, engine_flag("drafters")]
-DTYPE = Annotated[str, engine_flag("dtype")]
-QUANTIZATION = Annotated[str | None, engine_flag("quantization")]
-KV_CACHE_DTYPE = Annotated[str, engine_flag("kv_cache_dtype")]
-KV_CACHE_MEMORY_BYTES = Annotated[str | None, engine_flag("kv_cache_memory_bytes")]
-DRAFTER_QUANTIZATION = Annotated[str | None, engine_flag("drafter_quantization")]
-OFFLOAD = Annotated[str | None, engine_flag("offload")]
-MEMORY_BUDGET = Annotated[str | None, engine_flag("memory_budget")]
-OFFLOAD_FOLDER = Annotated[str | None, engine_flag("offload_folder")]
-SELECT = Annotated[str | None, engine_flag("select")]
-VERIFICATION = Annotated[str, engine_flag("verification")]
-SPECULATION_POLICY = Annotated[str | None, engine_flag("speculation_policy")]
-DEVICE = Annotated[str, engine_flag("device")]
-TENSOR_PARALLEL_SIZE = Annotated[int, engine_flag("tensor_parallel_size")]
-PIPELINE_PARALLEL_SIZE = Annotated[int, engine_flag("pipeline_parallel_size")]
-SEED = Annotated[int, flag("Sampling", "Random seed of sampled text.", "--seed")]
 JSON = Annotated[str | None, flag("Output", "Write the results to this JSON file.", "--json", metavar="FILE")]
 PLOT = Annotated[
     str | None, flag("Output", "Plot the results to this file: .png, .svg or .pdf.", "--plot", metavar="FILE")

@@ -85,13 +85,6 @@ def parse_token_ids(name: str, text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def parse_numbers(name: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"{name}: {text[:60]!r} cannot be read; give numbers with commas, such as 0.7,0.1") from error
-
-
 def parse_drafters(names: Sequence[str]) -> str | list[str]:
     """Return the `drafters` argument of `LLM`: "auto", or a list that is empty for "none"."""
     for word, meaning in (("auto", "auto"), ("none", [])):

@@ -17,8 +17,8 @@ from specinfer.core.lookups import SelfKind
 from specinfer.drafters.sparse_context import num_kept
 from specinfer.model.graphs.sizes import max_rows
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
-from specinfer.planning.cluster import TargetShape
 from specinfer.planning.options import Accelerator
+from specinfer.planning.target_shape import TargetShape
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve, Floats
 

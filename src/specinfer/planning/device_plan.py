@@ -9,18 +9,18 @@ import torch
 from rich.console import Console
 
 from specinfer.bench.loop import write_files
-from specinfer.bench.models import Models, dtype_of, find_models, plan_growth
-from specinfer.bench.shape import Shape, head_dim_of
+from specinfer.bench.models import Models, dtype_of, find_models
 from specinfer.core.lookups import MTP, SELF_DRAFTERS, is_model, is_self
 from specinfer.model.definition import load_config
 from specinfer.model.heads.load import find_format
 from specinfer.model.recurrent.layers import num_attending
-from specinfer.planning.cluster import TargetShape
 from specinfer.planning.device_costs import StepCosts, StepDesign, designs, weights_of
+from specinfer.planning.growth_shape import Shape, drafter_shape, head_dim_of, shape_for
 from specinfer.planning.options import ACCELERATORS, PlanConfig
-from specinfer.planning.plan import choose, find_acceptance
-from specinfer.planning.plan_report import Choice
-from specinfer.planning.weight_bytes import mean_bytes
+from specinfer.planning.plan import choose, find_acceptance, run_plan
+from specinfer.planning.plan_report import Choice, PlanReport
+from specinfer.planning.plan_table import print_plan
+from specinfer.planning.target_shape import TargetShape, mean_bytes
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.reporting.files import check_files, options_of
 from specinfer.reporting.plots import Panel, Series, draw_plot
@@ -86,6 +86,19 @@ class DevicePlan:
         }
 
 
+def run_any_plan(config: PlanConfig, console: Console | None = None) -> "PlanReport | DevicePlan":
+    """Return the plan for this machine, or for a GPU whose published rates are known; as `run_plan`."""
+    return (run_device_plan if config.device in ACCELERATORS else run_plan)(config, console)
+
+
+def print_any_plan(report: "PlanReport | DevicePlan", console: Console) -> None:
+    """Print a plan of either kind."""
+    if isinstance(report, DevicePlan):
+        print_device_plan(report, console)
+    else:
+        print_plan(report, console)
+
+
 def run_device_plan(config: PlanConfig, console: Console | None = None) -> DevicePlan:
     """Measure acceptance on this machine unless it is given, predict steps on the GPU, and write the requested files.
 
@@ -123,12 +136,12 @@ def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShap
         Both shapes, and the name of the drafter, or None for lookups alone.
     """
     dtype = "bfloat16" if config.grow is not None and config.dtype == "auto" else config.dtype
-    growths = plan_growth(models, config.grow, dtype).growths if config.grow is not None else {}
+    grown = {} if config.grow is None else _grown_shapes(config.grow, models)
 
     def shape_of(name: str, quantization: str | None) -> TargetShape:
         folder = Path(name)
         width = mean_bytes(folder, str(dtype_of(folder, dtype)).removeprefix("torch."), quantization, _GPU)
-        return _grown(folder, growths[name].shape, width) if name in growths else TargetShape.of(folder, width)
+        return _grown(folder, grown[name], width) if name in grown else TargetShape.from_folder(folder, width)
 
     target, shapes = str(models.target), dict[str, TargetShape]()
     for name in filter(is_model, models.drafters):
@@ -149,6 +162,22 @@ def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShap
             shapes[name] = shape_of(name, config.drafter_quantization)
     largest = max(shapes, key=lambda name: shapes[name].num_bytes, default=None)
     return shape_of(target, config.quantization), None if largest is None else shapes[largest], largest
+
+
+def _grown_shapes(size: str, models: Models) -> dict[str, Shape]:
+    """Return the shapes of the models that grow with a target to a size, such as "7b", by their folders.
+
+    Raises:
+        ValueError: A model cannot grow.
+    """
+    target = load_config(models.target)
+    try:
+        shape = shape_for(size, target)
+        small = [name for name in models.drafters if is_model(name) and not is_self(name) and name != MTP]
+        found = {name: drafter_shape(shape, target, load_config(Path(name))) for name in small}
+    except ValueError as error:
+        raise ValueError(f"grow: {error}") from error
+    return {str(models.target): shape} | {name: one for name, one in found.items() if one is not None}
 
 
 def _grown(folder: Path, shape: Shape, bytes_per_parameter: float) -> TargetShape:

@@ -4,9 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specinfer.bench.options import AnyPrompt, bench_params, check_models, check_seed, check_whole
+from specinfer.bench.options import (
+    AnyPrompt,
+    SharedSettings,
+    bench_params,
+    check_whole,
+    parse_numbers,
+)
 from specinfer.core.config import OffloadConfig, check_device
+from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.core.sampling import SamplingParams
+from specinfer.engine_args import EngineArgs
 
 MAX_RANKS = 8
 
@@ -43,64 +51,63 @@ class PlanConfig:
     """Options of the plan.
 
     Attributes:
-        model: A local folder, a hub name, or "demo".
-        drafters: "auto", or folders, hub names, "ngram" and "suffix".
-        acceptance: Probability that the first, second, ... proposed token at a node is the target's, or None to
-            measure it.
-        num_prompts: Held-out texts to measure acceptance on.
-        max_tokens: Tokens generated for each text.
-        temperature: Sampling temperature of these tokens; 0 is greedy.
         batch_sizes: Numbers of requests that run together.
-        device: Device of the models, or one of `ACCELERATORS`, for which the plan follows from its published rates.
-        grow: With such a GPU, number of parameters that the target is taken to have, such as "7b", or None.
-        context: With such a GPU, number of tokens in the KV cache of each request.
-        quantization: "int8", "int4" or "fp8" for the target, or None for no quantization.
-        drafter_quantization: The same for draft models.
-        kv_cache_dtype: Type of keys and values, one of `KV_CACHE_DTYPES`.
-        offload: "disk" or "cpu", from which the target's layers are streamed, or None for no offloading.
-        memory_budget: With `offload`, memory that the process may use, in bytes or as "2GiB", or None for most of the
-            available memory.
-        offload_folder: With `offload`, folder for a packed copy of the layers.
-        remeasure: Whether to time passes again and ignore cached costs.
         prompts: Texts or token ids to continue in place of the held-out texts.
-        json: File to write the numbers to.
-        plot: File to draw the plot to. Its suffix is the format.
 
     Raises:
         ValueError: A field is out of range; the message names it.
     """
 
     model: str = "demo"
-    drafters: str | tuple[str, ...] = "auto"
-    acceptance: tuple[float, ...] | None = None
-    num_prompts: int = 4
-    max_tokens: int = 48
-    temperature: float = 0.0
+    drafters: str | tuple[str, ...] = setting_of(EngineArgs, "drafters")
+    acceptance: tuple[float, ...] | None = setting(
+        None,
+        "Speculation",
+        "Acceptance rates of the first, second, ... child of a node, such as 0.7,0.1,0.05. (default: measured)",
+        metavar="P,P",
+        read=lambda text: parse_numbers("acceptance", text),
+    )
+    num_prompts: int = setting(4, "Sampling", "Number of held-out texts for measuring acceptance.", low=1)
+    max_tokens: int = setting(48, "Sampling", "Number of tokens to generate for each prompt.", low=2)
+    temperature: float = setting(0.0, "Sampling", "Temperature; 0 is greedy.")
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    remeasure: bool = False
-    dtype: str = "auto"
-    quantization: str | None = None
-    drafter_quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    device: str = "auto"
-    grow: str | None = None
-    context: int = 1024
-    offload: str | None = None
-    memory_budget: int | str | None = None
-    offload_folder: str | None = None
-    seed: int = 0
+    remeasure: bool = setting(False, "Speculation", "Measure costs again instead of using those of the last 30 days.")
+    dtype: str = setting_of(EngineArgs, "dtype")
+    quantization: str | None = setting_of(EngineArgs, "quantization")
+    drafter_quantization: str | None = setting_of(EngineArgs, "drafter_quantization")
+    kv_cache_dtype: str = setting_of(EngineArgs, "kv_cache_dtype")
+    device: str = setting(
+        "auto",
+        "Model",
+        "Device of the models: auto, cpu, cuda, cuda:1, ...; or a GPU that need not be here, for which the plan is "
+        f"computed from its published rates: {', '.join(ACCELERATORS)}.",
+    )
+    grow: str | None = setting(
+        None,
+        "Model",
+        "Number of parameters that the target is taken to have on a GPU that need not be here, such as 7b. Llama "
+        "models only.",
+        metavar="SIZE",
+    )
+    context: int = setting(
+        1024,
+        "Model",
+        "Tokens in the KV cache of each request, for a GPU that need not be here.",
+        low=1,
+        high=2**20,
+    )
+    offload: str | None = setting_of(EngineArgs, "offload")
+    memory_budget: int | str | None = setting_of(EngineArgs, "memory_budget")
+    offload_folder: str | None = setting_of(EngineArgs, "offload_folder")
+    seed: int = setting_of(SharedSettings, "seed")
     prompts: tuple[AnyPrompt, ...] | None = None
-    json: str | Path | None = None
-    plot: str | Path | None = None
+    json: str | Path | None = setting_of(SharedSettings, "json")
+    plot: str | Path | None = setting_of(SharedSettings, "plot")
 
     def __post_init__(self) -> None:
-        check_whole("num_prompts", self.num_prompts, 1)
-        check_whole("max_tokens", self.max_tokens, 2)
-        check_seed(self.seed)
+        check_settings(self)
         for size in self.batch_sizes or (0,):
             check_whole("batch_sizes", size, 1, 4096)
-        check_models(self)
-        check_whole("context", self.context, 1, 2**20)
         check_device(self.device, ACCELERATORS)
         if self.device not in ACCELERATORS:
             if self.grow is not None:

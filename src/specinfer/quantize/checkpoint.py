@@ -21,6 +21,7 @@ from specinfer.core.progress import ProgressCallback, progress_of
 from specinfer.model.definition import load_config, load_plain, load_tokenizer
 from specinfer.model.folder import replacing
 from specinfer.model.gguf.folder import weights_file
+from specinfer.model.gguf.tokenizer_writing import tokenizer_metadata
 from specinfer.model.gguf.writing import TYPES, write_gguf
 from specinfer.model.offload.shards import Shards, has_safetensors, weight_paths
 from specinfer.ops.quantization import BITS, Bits, quantize
@@ -178,7 +179,7 @@ def _write_file(config: QuantizeConfig, source: Path, note: Callable[[int, int],
             note(0, total)
             count = write_gguf(
                 partial, load_config(source), shards.sources, lambda: load_plain(source, "auto").state_dict(),
-                tokenizer, config.to, lambda done: note(done, total),
+                lambda size: tokenizer_metadata(tokenizer, size), config.to, lambda done: note(done, total),
             )  # fmt: skip
         partial.rename(out)
     finally:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.disk import LinkBandwidth
 from late import POISON, LateLink
-from specinfer.bench.bandwidth import LinkBandwidth
 from specinfer.core.errors import WeightsError
 from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.device_stream import NUM_BUFFERS, DeviceStream

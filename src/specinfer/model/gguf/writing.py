@@ -23,10 +23,11 @@ from specinfer.model.gguf.header import GgufHeader, TensorPlace
 from specinfer.model.gguf.metadata import LLAMA3, LONGROPE, llama3_factors
 from specinfer.model.gguf.rounding import fitting, rounded
 from specinfer.model.gguf.stored import MTP_COPIES, StoredTensors, mtp_names
-from specinfer.model.gguf.tokenizer_writing import refusal, tokenizer_metadata
+from specinfer.model.gguf.tokenizer_writing import refusal
 
 logger = logging.getLogger(__name__)
 TYPES = ("q8_0", "q6_k", "q5_k", "q4_k_m", "q4_k", "q5_1", "q5_0", "q4_1", "q4_0")
+PLAIN_TYPES = ("f32", "f16", "bf16")  # numbers that are not rounded to codes; for other engines
 _OUTSIDE = ("token_embd.weight", "output.weight")  # later layers cannot make up for errors of these: more bits
 _MORE_BITS = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")  # of some layers of Q4_K_M: 6 bits
 _PLAIN = (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
@@ -58,7 +59,7 @@ def write_gguf(
     config: Any,
     weights: Mapping[str, Any],
     load_definition: Callable[[], Mapping[str, Any]],
-    tokenizer: Any,
+    vocabulary: Callable[[int], Mapping[str, Any]],
     kind: str,
     note: Callable[[int], None],
 ) -> int:
@@ -69,8 +70,9 @@ def write_gguf(
         weights: Weights by name, with `shape` and `read`.
         load_definition: Function that returns the weights by their names in the definition, for families whose
             checkpoints have others.
-        tokenizer: transformers' tokenizer.
-        kind: One of `TYPES`, for matrices but for routers, embeddings and the output head.
+        vocabulary: Function that returns the metadata of the tokenizer, given the size of the vocabulary.
+        kind: One of `TYPES`, for matrices but for routers, embeddings and the output head, or one of `PLAIN_TYPES`, for
+            all matrices.
         note: Called with the number of tensors done.
 
     Raises:
@@ -90,7 +92,7 @@ def write_gguf(
     if tensors.num_mtp_layers:
         keys["nextn_predict_layers"] = tensors.num_mtp_layers
     metadata = {f"{arch}.{key}": value for key, value in keys.items()}
-    metadata |= tokenizer_metadata(tokenizer, config.vocab_size)
+    metadata |= vocabulary(config.vocab_size)
     places = {name: TensorPlace(shape, kinds[name], 0, 0, file) for name, shape in tensors.shapes.items()}
     places |= _written(rotations, file)
     _check(GgufHeader(file, metadata | {"general.architecture": arch}, places), config)
@@ -193,6 +195,8 @@ def _add(writer: Any, key: str, value: Any) -> None:
 def _kind_of(stored: str, shape: tuple[int, ...], kind: str, layers: int) -> GGMLQuantizationType:
     if len(shape) < 2 or stored.endswith(".bias") or EXACT.fullmatch(stored):
         return GGMLQuantizationType.F32
+    if kind in PLAIN_TYPES:
+        return GGMLQuantizationType[kind.upper()]
     if shape[-1] % 32:
         return GGMLQuantizationType.F16
     name = kind.upper().removesuffix("_M")

@@ -1,1 +1,0 @@
-"""Pass times by rows, with and without native kernels."""

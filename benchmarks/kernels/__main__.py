@@ -1,5 +1,0 @@
-"""The program: python -m benchmarks.kernels."""
-
-from benchmarks.program import run
-
-run("kernels")

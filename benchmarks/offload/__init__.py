@@ -1,1 +1,0 @@
-"""Targets larger than memory, against the disk and other engines."""

@@ -1,5 +1,0 @@
-"""The program: python -m benchmarks.offload."""
-
-from benchmarks.program import run
-
-run("offload")

@@ -1,0 +1,31 @@
+"""Options that several measurements of this folder share."""
+
+from dataclasses import dataclass
+
+from specinfer.core.options import setting, setting_of
+from specinfer.engine_args import EngineArgs
+
+SAMPLING, SPECULATION, MODEL = "Sampling", "Speculation", "Model"
+
+
+@dataclass(frozen=True, slots=True)
+class LabSettings:
+    """Settings that only measurements of this folder have."""
+
+    grow: str | None = setting(
+        None,
+        MODEL,
+        "Grow the target to this number of parameters, such as 1b, with the same output. Llama models only.",
+        metavar="SIZE",
+    )
+    peers: tuple[str, ...] = setting(
+        (),
+        SPECULATION,
+        "Another engine to measure in the same run: transformers or llama.cpp; with a drafter, transformers-assisted "
+        "or llama.cpp-draft; with draft tokens looked up in its text, transformers-lookup or llama.cpp-lookup. "
+        "May end in a type of weights, such as :q8_0, or in :file, the model's own GGUF file. May be repeated.",
+        name="peer",
+        metavar="NAME",
+    )
+    repeats: int = setting(7, SAMPLING, "Number of timed passes of each kind.", low=1)
+    model: str = setting_of(EngineArgs, "model", default="demo")

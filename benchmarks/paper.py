@@ -1,0 +1,241 @@
+"""Tables and figures of the paper (SpecInfer, ASPLOS 2024, arXiv 2305.09781v4, section 6) with the models here.
+
+The paper measured LLaMA-7B with LLaMA-68M on A10 GPUs. Its figures show bars without numbers; of them, only what the
+text states is known.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.growth.models import growing
+from benchmarks.options import SPECULATION, LabSettings
+from benchmarks.report import Report, Table, Value, finish
+from benchmarks.sequences import sequence_based
+from specinfer.bench.acceptance import run_acceptance
+from specinfer.bench.acceptance_options import AcceptanceConfig
+from specinfer.bench.acceptance_plans import MODES, expansion, paper_widths
+from specinfer.bench.acceptance_report import AcceptanceReport
+from specinfer.bench.loop import open_session, schedule, take_turns
+from specinfer.bench.measurement import measure_batch
+from specinfer.bench.options import PLAIN, SharedSettings, ThroughputConfig, check_distinct, check_once
+from specinfer.bench.results import Arm
+from specinfer.bench.throughput import run_throughput
+from specinfer.cli.measure import Measurement
+from specinfer.core.options import check_settings, setting, setting_of
+from specinfer.demo.chat_model import CHAT
+from specinfer.engine_args import EngineArgs
+from specinfer.reporting.environment import surroundings
+from specinfer.reporting.files import check_files, options_of
+
+_WIDTHS = tuple(range(1, 6))
+_TREES = {f"width {width}": expansion(paper_widths(width)) for width in _WIDTHS}
+# Table 1: percentage of tokens of LLaMA-7B among the 1 to 5 best of LLaMA-68M, least and most over five prompt sets.
+_SUCCESS = {
+    "greedy": ("62-70", "72-81", "77-85", "80-88", "82-89"),
+    "sampled": ("52-57", "80-84", "90-92", "94-95", "96-97"),
+}
+# Table 2: tokens per step with the expansion <1,1,k,1,1,1,1,1>, k = 1 to 5.
+_TOKENS = {
+    "greedy": ("2.18-2.95", "2.69-3.40", "2.86-3.62", "2.98-3.79", "3.07-3.91"),
+    "sampled": ("1.64-1.79", "1.93-2.11", "2.08-2.26", "2.15-2.32", "2.21-2.38"),
+}
+# Table 3: tokens per step of naive sampling and of multi-step speculative sampling.
+_SAMPLING = {"target-only, without-replacement": "1.73-1.87", "multi-step, without-replacement": "2.21-2.38"}
+
+
+@dataclass(frozen=True, slots=True)
+class PaperConfig:
+    """Options of the reproduction.
+
+    Raises:
+        ValueError: A field is out of range. The message names it.
+    """
+
+    model: str = setting_of(EngineArgs, "model", default=CHAT)
+    drafters: str | tuple[str, ...] = setting_of(EngineArgs, "drafters")
+    parts: tuple[str, ...] = setting(
+        ("table1", "table2", "table3"),
+        SPECULATION,
+        "Part: table1, table2, table3, figure7, figure10 or figure11. May be repeated. (default: the tables)",
+        name="part",
+    )
+    grow: str | None = setting_of(LabSettings, "grow")
+    batch_sizes: tuple[int, ...] = setting(
+        (1, 2, 4, 8, 16),
+        SPECULATION,
+        "Batch size of figures. May be repeated. (default: 1, 2, 4, 8 and 16)",
+        name="batch",
+    )
+    num_prompts: int = setting_of(SharedSettings, "num_prompts", default=20)
+    max_tokens: int = setting_of(SharedSettings, "max_tokens", default=64)
+    repeats: int = setting_of(LabSettings, "repeats", default=1)
+    seed: int = setting_of(SharedSettings, "seed")
+    json: str | Path | None = setting_of(SharedSettings, "json")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        check_once("part", self.parts)
+        check_distinct("batch", self.batch_sizes, 64)
+        if unknown := [part for part in self.parts if part not in PARTS]:
+            raise ValueError(f"part must be one of {', '.join(PARTS)}, not {unknown[0]!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a table or figure: the paper's, or ours.
+
+    Attributes:
+        cells: Values by the headings of columns.
+    """
+
+    label: str
+    cells: Mapping[str, str] = field(default_factory=dict)
+
+
+def _table(name: str, title: str, headings: Sequence[str], lines: Sequence[Line]) -> Table[Line]:
+    def value(heading: str) -> Value[Line]:
+        return Value(heading, lambda line: line.cells.get(heading))
+
+    return Table(name, title, (Value[Line]("", lambda line: line.label), *map(value, headings)), lines)
+
+
+def _counted(config: PaperConfig, part: str, console: Console | None) -> AcceptanceReport:
+    fields = ("model", "drafters", "num_prompts", "max_tokens", "seed")
+    same: dict[str, Any] = {name: getattr(config, name) for name in fields}
+    return run_acceptance(AcceptanceConfig(parts=(part,), **same), console)
+
+
+def table1(config: PaperConfig, console: Console | None) -> Table[Line]:
+    """Reproduce Table 1: how often the target's token is among a drafter's k best."""
+    report, headings = _counted(config, "table1", console), [f"k={k}" for k in _WIDTHS]
+    first, lines = report.hit_rates[0].drafter, []
+    for mode, temperature in MODES.items():
+        rates = next(one for one in report.hit_rates if (one.drafter, one.temperature) == (first, temperature))
+        shares = [f"{100 * rates.within(k).value:.0f}" for k in _WIDTHS]
+        lines += [Line(f"{mode}, paper", dict(zip(headings, _SUCCESS[mode], strict=True)))]
+        lines += [Line(f"{mode}, here", dict(zip(headings, shares, strict=True)))]
+    return _table("table1", "Table 1: the target's token is among the drafter's k best, %", headings, lines)
+
+
+def table2(config: PaperConfig, console: Console | None) -> Table[Line]:
+    """Reproduce Table 2: tokens per step by the width of the tree's third level."""
+    report, headings, lines = _counted(config, "table2", console), [f"k={k}" for k in _WIDTHS], []
+    for row in report.parts["table2"]:
+        found = {name: f"{counts.tokens_per_pass.value:.2f}" for name, counts in row.cells.items()}
+        lines += [Line(f"{row.label}, paper", dict(zip(headings, _TOKENS[row.label], strict=True)))]
+        lines += [Line(f"{row.label}, here", found)]
+    return _table("table2", "Table 2: tokens per step, expansion <1,1,k,1,1,1,1,1>", headings, lines)
+
+
+def table3(config: PaperConfig, console: Console | None) -> Table[Line]:
+    """Reproduce Table 3: naive and multi-step speculative sampling."""
+    rows = _counted(config, "table3", console).parts["table3"]
+    lines = [
+        Line(
+            row.label,
+            {
+                "paper": _SAMPLING.get(row.label, ""),
+                "here": f"{row.cells['tokens per pass'].tokens_per_pass.value:.2f}",
+            },
+        )
+        for row in rows
+    ]
+    return _table("table3", "Table 3: tokens per step of sampled text, width 5, depth 8", ["paper", "here"], lines)
+
+
+def _throughput(config: PaperConfig, trees: Iterable[str]) -> ThroughputConfig:
+    return ThroughputConfig(
+        config.model, config.drafters, tuple(trees), batch_sizes=config.batch_sizes, num_prompts=1,
+        max_tokens=config.max_tokens, repeats=config.repeats, seed=config.seed, temperature=0.0,
+    )  # fmt: skip
+
+
+def _ms(arm: Arm, size: int) -> str:
+    """Return the milliseconds per token of a request."""
+    return f"{1000 * size / arm.tokens_per_second.median:.1f}"
+
+
+def _latencies(name: str, title: str, config: PaperConfig, trees: Mapping[str, str], paper: Sequence[Line],
+               console: Console | None) -> Table[Line]:  # fmt: skip
+    report = run_throughput(_throughput(config, trees.values()), console, growing(config.grow))
+    labels = {tree: label for label, tree in trees.items()} | {PLAIN: "plain decoding"}
+    lines = [
+        Line(labels[arm], {str(result.size): _ms(result.arm(arm), result.size) for result in report.results})
+        for arm in report.names
+    ]
+    return _table(name, title, [*map(str, config.batch_sizes), "paper"], [*lines, *paper])
+
+
+def figure7(config: PaperConfig, console: Console | None) -> Table[Line]:
+    """Reproduce Figure 7 on one machine: latency of plain decoding, sequences and trees."""
+    paper = [
+        Line("paper: plain decoding over trees", {"paper": "1.5-2.5"}),
+        Line("paper: sequences over trees", {"paper": "1.2-1.5"}),
+    ]
+    trees = {"sequences (width 1)": _TREES["width 1"], "trees of width 3": _TREES["width 3"], "auto": "auto"}
+    return _latencies("figure7", "Figure 7: ms per token of a request, by batch size", config, trees, paper, console)
+
+
+def figure10(config: PaperConfig, console: Console | None) -> Table[Line]:
+    """Reproduce Figure 10: latency by the width of trees."""
+    paper = [
+        Line("paper: best width", {size: "5" if size in "12" else "2 or 3" for size in ("1", "2", "4", "8", "16")})
+    ]
+    return _latencies("figure10", "Figure 10: ms per token of a request, by batch size", config, _TREES, paper, console)
+
+
+def figure11(config: PaperConfig, console: Console | None) -> Table[Line]:
+    """Reproduce Figure 11: verification of a tree in one pass, and of its paths as sequences."""
+    tree = _TREES["width 3"]
+    options, arms = _throughput(config, [tree]), ("tree", "sequences")
+    with open_session(options, console, growing(config.grow)) as session:
+
+        def measure(turn: Any, name: str) -> Any:
+            prompts, params = session.batch(turn)
+            with sequence_based(session.llm) if name == "sequences" else nullcontext():
+                policy = session.policies[len(turn.prompts), tree]
+                return measure_batch(session.llm, policy, turn.prompts, prompts, params, turn.repeat)
+
+        turns = list(schedule(options, len(session.prompts.token_ids), arms))
+        runs = take_turns(turns, session.progress, measure)
+    found = {(size, name): Arm(name, tuple(runs[size, name])) for size in config.batch_sizes for name in arms}
+    lines = [Line(name, {str(size): _ms(found[size, name], size) for size in config.batch_sizes}) for name in arms]
+    ratios = {
+        str(
+            size
+        ): f"{found[size, 'tree'].tokens_per_second.median / found[size, 'sequences'].tokens_per_second.median:.2f}"
+        for size in config.batch_sizes
+    }
+    lines += [Line("sequences over tree", ratios), Line("paper: sequences over tree", {"1": "1.0", "16": "up to 1.8"})]
+    title = "Figure 11: ms per token of a request, by batch size"
+    return _table("figure11", title, list(map(str, config.batch_sizes)), lines)
+
+
+PARTS: Mapping[str, Callable[[PaperConfig, Console | None], Table[Line]]] = {
+    "table1": table1, "table2": table2, "table3": table3, "figure7": figure7, "figure10": figure10,
+    "figure11": figure11,
+}  # fmt: skip
+
+
+def run_paper(config: PaperConfig, console: Console | None = None) -> Report:
+    """Reproduce the parts, and write the requested file."""
+    check_files(config.json, None)
+    tables = [PARTS[part](config, console) for part in config.parts]
+    lines = [f"paper: LLaMA-7B and LLaMA-68M; here: {config.model}"]
+    return finish(Report(lines, tables, options_of(config), surroundings()), config)
+
+
+PAPER = Measurement(
+    "paper",
+    PaperConfig,
+    "benchmarks.paper:run_paper",
+    "benchmarks.report:print_report",
+    "Reproduce tables and figures of the SpecInfer paper with the models here.",
+    model="Target model, as in generate. (default: demo-chat)",
+    default=CHAT,
+)

@@ -1,5 +1,0 @@
-"""The program: python -m benchmarks.paper."""
-
-from benchmarks.program import run
-
-run("paper")

@@ -1,1 +1,0 @@
-"""Targets split over processes and hosts."""

@@ -1,5 +1,0 @@
-"""The program: python -m benchmarks.parallel."""
-
-from benchmarks.program import run
-
-run("parallel")

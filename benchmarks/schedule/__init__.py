@@ -1,1 +1,0 @@
-"""Ways to choose how far to speculate, on a mixed workload."""

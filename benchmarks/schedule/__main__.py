@@ -1,5 +1,0 @@
-"""The program: python -m benchmarks.schedule."""
-
-from benchmarks.program import run
-
-run("schedule")
