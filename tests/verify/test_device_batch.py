@@ -25,9 +25,9 @@ from specinfer.ops import tree_ops
 from specinfer.ops.cpu import transfers
 from specinfer.ops.trees import WalkInputs
 from specinfer.ops.triton import multi_step, traversal
-from specinfer.verify import Acceptance, batch, device_batch, drawn_trees, verify
+from specinfer.verify import Acceptance, batch, device_batch, device_trees, verify
 from specinfer.verify import logits as logits_module
-from specinfer.verify.node_scores import NodeScores, Part, parameters_of
+from specinfer.verify.device_trees import NodeScores, ScoredTree, parameters_of
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 from tree_cases import drawn_tree
 
@@ -164,7 +164,7 @@ def test_trees_with_draws_from_too_many_tokens_go_to_no_kernel(monkeypatch: pyte
     kinds = ("drawn", "merged", "chain", "hybrid", "drawn", "root")
     forest = [_tree(kind, 13 - i, rows) for i, (kind, rows) in enumerate(zip(kinds, logits, strict=True))]
     logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
-    monkeypatch.setattr(drawn_trees, "MOST_TOKENS", 5)
+    monkeypatch.setattr(device_trees, "MOST_TOKENS", 5)
     wanted = _verified([4] * 6, logits, forest)
     walked, walk = list[WalkInputs](), tree_ops.walk_traversal
 
@@ -374,8 +374,8 @@ def test_masks_that_fail_concern_their_request_alone(
 def test_parameters_of_nodes_begin_where_kernels_want_them(count: int) -> None:
     """At multiples of 16 bytes for any number of nodes; kernels are compiled once more for others."""
     tree = TokenTree.chain(0, [3] * (count - 1))
-    parts = [Part(_request(2), tree, range(count), torch.zeros(count, VOCAB))]
+    parts = [ScoredTree(_request(2), tree, torch.zeros(count, VOCAB))]
     (parameters,) = transfers.send_together([parameters_of(parts)], torch.device("cpu"))
-    scores = NodeScores.from_parts(parts, parameters)
+    scores = NodeScores.from_trees(parts, parameters)
     starts = [one.data_ptr() - parameters.data_ptr() for one in (scores.seeds, scores.positions)]
     assert {start % 16 for start in starts} == {0}

@@ -16,8 +16,7 @@ from specinfer.core.rules import RULES
 from specinfer.core.tree import TokenTree
 from specinfer.ops.cpu.transfers import fetch, send_together
 from specinfer.verify.algorithms import Acceptance, verify_coupled, verify_seeded
-from specinfer.verify.drawn_trees import DrawnTrees, draws_of
-from specinfer.verify.node_scores import NodeScores, Part, parameters_of
+from specinfer.verify.device_trees import DrawnTrees, NodeScores, ScoredTree, draws_of, parameters_of
 
 _Arrays = Sequence[npt.NDArray[Any]]
 
@@ -33,27 +32,25 @@ def verify_on_device(
         requests: The request of each tree.
         trees: The trees.
     """
-    parts = [
-        Part(request, tree, range(len(tree)), rows) for request, tree, rows in zip(requests, trees, logits, strict=True)
-    ]
+    scored = [ScoredTree(*columns) for columns in zip(requests, trees, logits, strict=True)]
     ruled = {i: rule for i, rule in enumerate(rules) if rule is not None}
-    chosen = [i for i in range(len(parts)) if i not in ruled]
+    chosen = [i for i in range(len(scored)) if i not in ruled]
     draws = {i: own for i, rule in ruled.items() if RULES[rule].gpu_walk and (own := draws_of(trees[i])) is not None}
     read = [i for i in ruled if i not in draws]
     groups: list[_Group] = []
     first = 0
     if chosen:
-        groups.append(_ChosenTrees([parts[i] for i in chosen]))
+        groups.append(_ChosenTrees([scored[i] for i in chosen]))
         first += sum(len(trees[i]) for i in chosen)
     if draws:
-        drawn = [parts[i] for i in draws]
+        drawn = [scored[i] for i in draws]
         groups.append(DrawnTrees(drawn, [ruled[i] for i in draws], list(draws.values()), first))
         first += sum(len(trees[i]) for i in draws)
     if read:
-        groups.append(_ReadTrees([parts[i] for i in read], [ruled[i] for i in read], first))
+        groups.append(_ReadTrees([scored[i] for i in read], [ruled[i] for i in read], first))
     order = [*chosen, *draws, *read]
-    accepted = dict(zip(order, _verify_together(groups, [parts[i] for i in order]), strict=True))
-    return [accepted[i] for i in range(len(parts))]
+    accepted = dict(zip(order, _verify_together(groups, [scored[i] for i in order]), strict=True))
+    return [accepted[i] for i in range(len(scored))]
 
 
 class _Group(Protocol):
@@ -65,18 +62,18 @@ class _Group(Protocol):
 
     arrays: _Arrays
 
-    def walk(self, scores: NodeScores, there: Sequence[Tensor], /) -> Sequence[Tensor]:
+    def walk(self, scores: NodeScores, on_device: Sequence[Tensor], /) -> Sequence[Tensor]:
         """Start the work of the device, and return its results; `scores` are those of all nodes of the step."""
         ...
 
     def accept(self, results: _Arrays, /) -> list[Acceptance]: ...
 
 
-def _verify_together(groups: Sequence[_Group], parts: Sequence[Part]) -> list[Acceptance]:
-    """Verify groups whose trees are in the order of these parts."""
-    numbers = [parameters_of(parts), *chain.from_iterable(group.arrays for group in groups)]
-    parameters, *there = send_together(numbers, parts[0].logits.device)
-    scores, left = NodeScores.from_parts(parts, parameters), iter(there)
+def _verify_together(groups: Sequence[_Group], scored: Sequence[ScoredTree]) -> list[Acceptance]:
+    """Verify groups whose trees are in the order of these scored."""
+    numbers = [parameters_of(scored), *chain.from_iterable(group.arrays for group in groups)]
+    parameters, *there = send_together(numbers, scored[0].logits.device)
+    scores, left = NodeScores.from_trees(scored, parameters), iter(there)
     results = [group.walk(scores, list(islice(left, len(group.arrays)))) for group in groups]
     found = iter(fetch(list(chain.from_iterable(results))))
     return [
@@ -87,39 +84,39 @@ def _verify_together(groups: Sequence[_Group], parts: Sequence[Part]) -> list[Ac
 class _ChosenTrees:
     """Trees that are walked along the tokens of plain decoding; their nodes are the first of the step."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = parts
+    def __init__(self, scored: Sequence[ScoredTree]) -> None:
+        self._scored = scored
         self.arrays: _Arrays = ()
 
     def walk(self, scores: NodeScores, _: Sequence[Tensor]) -> list[Tensor]:
-        return [scores.between(0, sum(len(part.nodes) for part in self._parts)).choose()]
+        return [scores.between(0, sum(len(one.tree) for one in self._scored)).choose()]
 
     def accept(self, results: _Arrays) -> list[Acceptance]:
-        tokens = list(_by_tree(self._parts, results[0].tolist()))
-        return verify_coupled([part.tree for part in self._parts], lambda places: [tokens[i][n] for i, n in places])
+        tokens = list(_by_tree(self._scored, results[0].tolist()))
+        return verify_coupled([one.tree for one in self._scored], lambda places: [tokens[i][n] for i, n in places])
 
 
 class _ReadTrees:
     """Trees under rules with random numbers that the host walks; their nodes are the last of the step."""
 
-    def __init__(self, parts: Sequence[Part], rules: Sequence[str], first: int) -> None:
-        self._parts, self._rules, self._first = parts, rules, first
+    def __init__(self, scored: Sequence[ScoredTree], rules: Sequence[str], first: int) -> None:
+        self._scored, self._rules, self._first = scored, rules, first
         self.arrays: _Arrays = ()
 
     def walk(self, scores: NodeScores, _: Sequence[Tensor]) -> list[Tensor]:
         return [scores.between(self._first, len(scores.rows)).kept()]
 
     def accept(self, results: _Arrays) -> list[Acceptance]:
-        rows = _by_tree(self._parts, results[0])
+        rows = _by_tree(self._scored, results[0])
         return [
-            verify_seeded(rule, part.tree, own.__getitem__, part.request.uniforms)
-            for rule, part, own in zip(self._rules, self._parts, rows, strict=True)
+            verify_seeded(rule, one.tree, rows_of.__getitem__, one.request.uniforms)
+            for rule, one, rows_of in zip(self._rules, self._scored, rows, strict=True)
         ]
 
 
-def _by_tree(parts: Sequence[Part], of_nodes: Any) -> Iterator[Any]:
+def _by_tree(scored: Sequence[ScoredTree], of_nodes: Any) -> Iterator[Any]:
     """Yield what belongs to each tree of a sequence with something for each node."""
     start = 0
-    for part in parts:
-        yield of_nodes[start : start + len(part.nodes)]
-        start += len(part.nodes)
+    for one in scored:
+        yield of_nodes[start : start + len(one.tree)]
+        start += len(one.tree)

@@ -1,4 +1,4 @@
-"""Trees under rules with random numbers, as the arrays that the kernels of their walks take."""
+"""Trees of a step as arrays on a device: the scores of their nodes, and the draws that kernels of walks take."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -10,11 +10,87 @@ import torch
 from torch import Tensor
 
 from specinfer.core.draws import Floats, Ints
+from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.ops import tree_ops
+from specinfer.ops.logits import Truncation
 from specinfer.ops.trees import MOST_TOKENS, WalkInputs
 from specinfer.verify.algorithms import Acceptance
-from specinfer.verify.node_scores import NodeScores, Part
+from specinfer.verify.logits import adjust, is_adjusted, log_min_p, temperature_of, top_k_of
+
+
+class ScoredTree(NamedTuple):
+    """A request's tree, and the target's logits of its nodes, [nodes, vocab]."""
+
+    request: Request
+    tree: TokenTree
+    logits: Tensor
+
+    def adjusted(self) -> Tensor:
+        """Return the logits after constraints, biases and penalties."""
+        if not is_adjusted(self.request, self.tree.max_depth):
+            return self.logits
+        return adjust(self.logits, self.request, list(map(self.tree.path_tokens, range(len(self.tree)))))
+
+
+class NodeScores(NamedTuple):
+    """Adjusted logits of nodes, and parameters of each node."""
+
+    rows: Tensor  # [nodes, vocab] float32
+    seeds: Tensor  # [nodes] int64
+    positions: Tensor  # [nodes] int64, of the tokens to choose
+    temperatures: Tensor  # [nodes] float32; 0 is greedy
+    least: Tensor | None  # [nodes] float32 least score of a token that may be sampled, or None to keep all
+
+    @classmethod
+    def from_trees(cls, scored: Sequence[ScoredTree], parameters: Tensor) -> "NodeScores":
+        """Return the scores of all nodes; nothing waits for a device.
+
+        Args:
+            scored: The trees.
+            parameters: What `parameters_of` returns for them, on the device of their logits.
+        """
+        rows = torch.cat([one.adjusted() for one in scored])
+        temperatures, top_p, share = parameters[3:].view(torch.float64)
+        temperatures, least = temperatures.float(), None
+        if any(one.request.params.truncates for one in scored):
+            least = tree_ops.least_kept(rows, Truncation(temperatures, share.float(), parameters[1].int(), top_p))
+        return cls(rows, parameters[0], parameters[2], temperatures, least)
+
+    def between(self, start: int, end: int) -> "NodeScores":
+        """Return those of a range of nodes."""
+        rows, seeds, positions, temperatures = (one[start:end] for one in self[:4])
+        least = None if self.least is None else self.least[start:end]
+        return NodeScores(rows, seeds, positions, temperatures, least)
+
+    def choose(self) -> Tensor:
+        """Return the token of plain decoding after each node, `NAN` or `NO_VALID_TOKEN`: [nodes] int64."""
+        return tree_ops.choose(*self)
+
+    def kept(self) -> Tensor:
+        """Return the logits over the temperatures, which are above 0, and -inf for what truncation drops."""
+        scores = self.rows / self.temperatures.unsqueeze(1)
+        return scores if self.least is None else scores.masked_fill(scores < self.least.unsqueeze(1), -torch.inf)
+
+
+def parameters_of(scored: Sequence[ScoredTree]) -> Ints:
+    """Return the parameters of nodes, [6, nodes]: seed, top-k, position; and as float64 temperature, top-p, min-p.
+
+    Rows 0, 2 and 4 begin at multiples of 16 bytes: for other addresses kernels are compiled once more.
+    """
+    requests, vocab = [one.request for one in scored], scored[0].logits.shape[1]
+    params = [request.params for request in requests]
+    numbers = np.zeros((6, len(scored)), dtype=np.int64)
+    floats = numbers.view(np.float64)
+    numbers[0] = [request.seed for request in requests]
+    numbers[1] = [top_k_of(each, vocab) for each in params]
+    floats[3] = [temperature_of(each) for each in params]
+    floats[4] = [each.top_p for each in params]
+    floats[5] = [log_min_p(each) for each in params]
+    numbers = np.repeat(numbers, [len(one.tree) for one in scored], axis=1)
+    numbers[2] = [len(one.request.token_ids) + depth for one in scored for depth in one.tree.depths]
+    return numbers
+
 
 _CERTAIN = np.ones(1)
 _MULTIPLE = 16
@@ -63,7 +139,7 @@ class DrawnTrees:
     """Trees of a step that are walked together.
 
     Args:
-        parts: The trees, whole.
+        scored: The trees.
         rules: The rule of each tree.
         draws: The draws of each tree.
         first: Row of the first root among the scores of all nodes.
@@ -72,8 +148,10 @@ class DrawnTrees:
         arrays: What the walks read on the device.
     """
 
-    def __init__(self, parts: Sequence[Part], rules: Sequence[str], draws: Sequence[TreeDraws], first: int) -> None:
-        self._requests, trees, count = [part.request for part in parts], [part.tree for part in parts], len(parts)
+    def __init__(
+        self, scored: Sequence[ScoredTree], rules: Sequence[str], draws: Sequence[TreeDraws], first: int
+    ) -> None:
+        self._requests, trees, count = [one.request for one in scored], [one.tree for one in scored], len(scored)
         self._rules = sorted(set(rules))
         self._depth = _padded(tree.max_depth for tree in trees)
         num_nodes, num_draws = _padded(map(len, trees)), _padded(len(one.supports) for one in draws)
@@ -98,17 +176,17 @@ class DrawnTrees:
             starts, temperatures, tokens, parents, nodes, ids, probs, states, *sizes,
         ]  # fmt: skip
 
-    def walk(self, scores: NodeScores, there: Sequence[Tensor]) -> list[Tensor]:
+    def walk(self, scores: NodeScores, on_device: Sequence[Tensor]) -> list[Tensor]:
         """Start the walks, and return the tensors of their results.
 
         Args:
             scores: Those of all nodes.
-            there: `arrays` on the device.
+            on_device: `arrays` there.
         """
-        starts, temperatures, tokens, parents, nodes, ids, probs, states = there[:8]
+        starts, temperatures, tokens, parents, nodes, ids, probs, states = on_device[:8]
         path = torch.empty((len(starts), self._depth), dtype=torch.int32, device=starts.device)
         lengths, following = torch.empty_like(starts), torch.empty_like(states)
-        for rule, sizes in zip(self._rules, there[8:], strict=True):
+        for rule, sizes in zip(self._rules, on_device[8:], strict=True):
             walk = tree_ops.walk_of(rule)
             inputs = WalkInputs(
                 scores.rows, starts, temperatures, tokens, parents, sizes, nodes, ids, probs, states, scores.least
