@@ -95,7 +95,7 @@ def test_together_as_alone(llm: LLM) -> None:
     wanted = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
 
     async def use(engine: AsyncLLM) -> list[Any]:
-        asked = [engine.complete(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+        asked = [engine.complete(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
         return [output.outputs[0] for output in await asyncio.gather(*asked)]
 
     for got, want in zip(serve(llm, use), wanted, strict=True):
@@ -139,7 +139,7 @@ def test_parameters_of_another_kind_are_refused(llm: LLM) -> None:
 
 
 def _shown(output: RequestOutput, index: int) -> Any:
-    return next((one for one in output.outputs if one.index == index), None)
+    return next((completion for completion in output.outputs if completion.index == index), None)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -250,9 +250,9 @@ def test_steps_of_a_traced_request(llm: LLM, is_held_back: bool) -> None:
 
     async def use(engine: AsyncLLM) -> tuple[list[TextChunk], Any, Any]:
         traced = await engine.submit("the story", params, trace=True)
-        other = await engine.submit("the", GREEDY)
+        untraced = await engine.submit("the", GREEDY)
         chunks = await _read(traced.__aiter__())
-        assert not any(chunk.steps for chunk in await _read(other.__aiter__()))
+        assert not any(chunk.steps for chunk in await _read(untraced.__aiter__()))
         return chunks, traced.output(), traced.requests[0]
 
     chunks, output, request = serve(llm, use)
@@ -348,8 +348,8 @@ def test_leaving_ends_the_requests(llm: LLM, num_before: int) -> None:
                 break
         generation.close()
         await _until(lambda: all(request.is_finished for request in generation.requests))
-        for other in before:
-            other.close()
+        for earlier in before:
+            earlier.close()
         await _until(lambda: not llm.engine.has_work and not engine.num_live)
 
     serve(llm, use)

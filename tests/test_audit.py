@@ -24,7 +24,7 @@ def database(bad: dict[str, list[str]], body: bytes | None = None) -> Iterator[s
             for query, result in zip(queries, results, strict=True):
                 assert query["package"]["ecosystem"] == "PyPI"
                 if ids := bad.get(f"{query['package']['name']}=={query['version']}"):
-                    result["vulns"] = [{"id": one, "modified": "2026-01-01T00:00:00Z"} for one in ids]
+                    result["vulns"] = [{"id": identifier, "modified": "2026-01-01T00:00:00Z"} for identifier in ids]
             self.send_response(200)
             self.end_headers()
             self.wfile.write(json.dumps({"results": results}).encode() if body is None else body)

@@ -63,12 +63,10 @@ def test_28_44_45_nothing_is_evaluated_or_unpickled(sources: Sources) -> None:
     }  # fmt: skip
     # Training reads what it wrote itself; heads and adapters are published as pickles too. All read tensors only.
     trains = {"loop.py", "report.py", "train.py", "training.py", "checkpoint.py", "peft_folder.py"}
-    found = [
-        (path.name, name) for path, tree in sources for node in ast.walk(tree) for name in names_of(node) & refused
-    ]
-    found.remove(("peft_folder.py", "pickle"))  # for the name of an error
-    found.remove(("text_reader.py", "pickle"))  # its processes read only what the one that started them sends
-    assert {pair for pair in found if pair[1] != "torch.load" or pair[0] not in trains} == set()
+    uses = [(path.name, name) for path, tree in sources for node in ast.walk(tree) for name in names_of(node) & refused]
+    uses.remove(("peft_folder.py", "pickle"))  # for the name of an error
+    uses.remove(("text_reader.py", "pickle"))  # its processes read only what the one that started them sends
+    assert {pair for pair in uses if pair[1] != "torch.load" or pair[0] not in trains} == set()
     for path, tree in sources:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
@@ -127,8 +125,8 @@ def test_47_headers_that_lie(folder: Path, header: Any, length: int | None) -> N
 
 # 47: two tensors that share their bytes
 def test_47_tensors_that_overlap(folder: Path) -> None:
-    one = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
-    write_weights(folder, {"a": one, "b": one}, bytes(16))
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    write_weights(folder, {"a": entry, "b": entry}, bytes(16))
     with pytest.raises(ModelError):
         load(folder)
 

@@ -128,7 +128,7 @@ def test_23_tools_that_are_none(server: Attacked) -> None:
     bad_schemas += [{"properties": {"a": {"type": "string", "pattern": "("}}}, {"properties": {"a": {"type": 5}}}]
     server.beside(*map(tools, wrong))
     server.beside(
-        *(tools(function(parameters=one, strict=True), tool_choice="required") for one in bad_schemas),
+        *(tools(function(parameters=parameters, strict=True), tool_choice="required") for parameters in bad_schemas),
         *(tools(TOOL, names="tool_choice", tool_choice=choice) for choice in ("nope", 5, [], {}, {"type": "function"})),
         tools(TOOL, names="tool_choice", tool_choice={"type": "function", "function": {"name": "g"}}),
         tools(names="tool_choice", tool_choice="required"),

@@ -110,12 +110,12 @@ def test_15_texts_that_are_hard_to_read(server: Attacked, name: str) -> None:
 # 15: those who ask for an end only get what a shorter text gives them
 def test_15_long_texts_of_which_the_end_is_kept(server: Attacked) -> None:
     long = "the cat sat on the mat. " * 80_000
-    kept, short, told = server.beside(
+    truncated, short, told = server.beside(
         text(long, 200, truncate_prompt_tokens=100, return_token_ids=True, seed=1, echo=True),
         text(long[-30_000:], 200, truncate_prompt_tokens=100, return_token_ids=True, seed=1, echo=True),
         Attack({"prompt": long}, 400, "prompt", TOKENIZE),
     )
-    assert kept.json()["choices"] == short.json()["choices"]
+    assert truncated.json()["choices"] == short.json()["choices"]
     assert told.json()["error"]["param"] == "prompt"
 
 
@@ -278,8 +278,8 @@ def test_37_names_in_the_head(server: Attacked) -> None:
         answer = server.send(Attack({"prompt": "a", "max_tokens": 1}, headers={"x-request-id": name}))
         assert answer.status_code == 200
         assert answer.headers["x-request-id"] != name
-    kept = server.send(Attack({"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "0"}))
-    assert kept.headers["x-request-id"] == "0"
+    named = server.send(Attack({"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "0"}))
+    assert named.headers["x-request-id"] == "0"
 
 
 # 37: leaving one request ends no other of the same name

@@ -124,12 +124,12 @@ def test_53_requests_that_are_put_back() -> None:
 def test_53_clients_that_leave_in_the_middle_of_a_step(
     server: Attacked, stage: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, tasks = getattr(*stage), []
+    original, tasks = getattr(*stage), []
 
     def leaving(self: Any, *args: Any) -> Any:
         for task in tasks:
             server._loop.call_soon_threadsafe(task.cancel)
-        return kept(self, *args)
+        return original(self, *args)
 
     async def work() -> None:
         for body in ({"stream": True}, {"n": 3}):
@@ -144,10 +144,10 @@ def test_53_clients_that_leave_in_the_middle_of_a_step(
 
 # 51: values that are no numbers end only the request they came in
 def test_51_values_that_are_no_numbers(server: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = host_executor.logits_by_tree
+    original = host_executor.logits_by_tree
 
     def spoilt(step: HostStep, logits: torch.Tensor) -> list[torch.Tensor]:
-        rows = kept(step, logits)
+        rows = original(step, logits)
         pairs = zip(step.spans, step.trees, strict=True)
         saying = [span.request for span, tree in pairs if tree is not None and not span.request.is_finished]
         is_bad = [request.params.max_tokens == 77 for request in saying]

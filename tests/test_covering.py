@@ -14,9 +14,9 @@ def test_few_cases_have_every_combination(strength: int, most: int) -> None:
     def of(cases: list[Case]) -> set[object]:
         return {values for case in cases for values in combinations(enumerate(case), strength)}
 
-    kept = [CASES[place] for place in covering(CASES, strength)]
-    assert of(kept) == of(CASES)
-    assert len(set(kept)) == len(kept) <= most
+    chosen = [CASES[place] for place in covering(CASES, strength)]
+    assert of(chosen) == of(CASES)
+    assert len(set(chosen)) == len(chosen) <= most
 
 
 def test_a_case_without_others_is_kept() -> None:

@@ -187,9 +187,9 @@ def test_the_keys_that_are_made_as_the_files_say_are_one_for_requests_and_one_fo
     assert made in (ROOT / "docs/deploy.md").read_text()
     (tmp_path / "deploy").mkdir()
     subprocess.run(["bash", "-c", made], cwd=tmp_path, check=True)
-    found = read_key_file("api_keys.txt", (tmp_path / "deploy/api_keys.txt").read_text())
-    assert [sorted(one.roles) for one in found.values()] == [["admin", "generate", "metrics"], ["metrics"]]
-    assert list(found)[1] == (tmp_path / "deploy/metrics_key.txt").read_text().strip()
+    keys = read_key_file("api_keys.txt", (tmp_path / "deploy/api_keys.txt").read_text())
+    assert [sorted(key.roles) for key in keys.values()] == [["admin", "generate", "metrics"], ["metrics"]]
+    assert list(keys)[1] == (tmp_path / "deploy/metrics_key.txt").read_text().strip()
 
 
 # ------------------------------------------------------------------------------- metrics by name
@@ -207,8 +207,8 @@ def exposed() -> set[str]:
 
 def expressions(source: Any) -> list[str]:
     if isinstance(source, dict):
-        own = [value for key, value in source.items() if key == "expr"]
-        return own + [expr for value in source.values() for expr in expressions(value)]
+        direct = [value for key, value in source.items() if key == "expr"]
+        return direct + [expr for value in source.values() for expr in expressions(value)]
     return [expr for value in source for expr in expressions(value)] if isinstance(source, list) else []
 
 

@@ -62,8 +62,8 @@ def test_the_file_tree_names_files_and_folders_that_exist() -> None:
     (_, tree), *_ = reversed(BLOCK.findall((ROOT / "README.md").read_text()))
     folder = PACKAGE
     for line in tree.splitlines():
-        if found := re.match(r" {0,2}(\w+)/(?!\w)", line):
-            folder = next(path for above in (PACKAGE, ROOT) if (path := above / found[1]).is_dir())
+        if match := re.match(r" {0,2}(\w+)/(?!\w)", line):
+            folder = next(path for above in (PACKAGE, ROOT) if (path := above / match[1]).is_dir())
         for name in re.findall(r"(?<![\w/])(\w+)/(?!\w)", line):
             assert any((above / name).is_dir() for above in (folder, PACKAGE, ROOT)), line
         for name in re.findall(r"[\w/]+\.(?:py|h)\b", line):
@@ -74,11 +74,11 @@ def test_the_file_tree_names_files_and_folders_that_exist() -> None:
 def test_a_page_names_commands_and_flags_that_exist(page: Path) -> None:
     known = dict(commands(typer.main.get_command(app)))
     for line in code(page.read_text()):
-        for found in re.finditer(r"(?:^|[\s/])specinfer (?!import)((?:[a-z][a-z-]* ?)+)([^#|]*)", line):
-            words = tuple(found[1].split())
+        for match in re.finditer(r"(?:^|[\s/])specinfer (?!import)((?:[a-z][a-z-]* ?)+)([^#|]*)", line):
+            words = tuple(match[1].split())
             path = next((words[:n] for n in (2, 1) if words[:n] in known), None)
             assert path is not None, line
-            flags = set(re.findall(r"(?<=\s)--[a-z][a-z-]+", f" {found[0]}"))
+            flags = set(re.findall(r"(?<=\s)--[a-z][a-z-]+", f" {match[0]}"))
             assert flags <= known[path], f"{line}: {flags - known[path]}"
 
 
@@ -142,14 +142,14 @@ def test_a_page_shows_the_source_of_functions_that_exist(page: Path) -> None:
 
 def resolves(parts: list[str]) -> bool:
     """Whether a dotted name in the package is a module, or an attribute of one."""
-    found: Any = specinfer
+    value: Any = specinfer
     for i, part in enumerate(parts):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             try:
                 importlib.import_module(f"specinfer.{'.'.join(parts[: i + 1])}")
             except ModuleNotFoundError:
                 return False
-        found = getattr(found, part)
+        value = getattr(value, part)
     return True
 
 

@@ -41,7 +41,7 @@ def test_every_field_is_described_and_has_a_flag() -> None:
 def test_llm_takes_the_fields_as_its_arguments() -> None:
     taken = inspect.signature(LLM).parameters
     assert set(taken) == {each.name for each in dataclasses.fields(EngineArgs)} | {"progress"}
-    assert [name for name, one in taken.items() if one.kind is not inspect.Parameter.KEYWORD_ONLY] == ["model"]
+    assert [name for name, given in taken.items() if given.kind is not inspect.Parameter.KEYWORD_ONLY] == ["model"]
     for each in dataclasses.fields(EngineArgs):
         if each.name != "model":
             assert taken[each.name].default == each.default

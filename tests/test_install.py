@@ -30,7 +30,7 @@ def required(version: str, build: str, python: str) -> list[Requirement]:
     """What a build of PyTorch requires on Linux."""
     lists = TORCH[version]
     every = [Requirement(line) for line in lists["every"] + (lists["cuda"] if build == "cuda" else [])]
-    return [one for one in every if applies(one, python)]
+    return [need for need in every if applies(need, python)]
 
 
 def constraints() -> dict[str, SpecifierSet]:
@@ -46,10 +46,10 @@ def extras() -> dict[str, list[Requirement]]:
     return {name: [Requirement(line) for line in lines] for name, lines in groups.items()}
 
 
-def go_together(one: SpecifierSet, other: SpecifierSet) -> bool:
+def go_together(first: SpecifierSet, second: SpecifierSet) -> bool:
     """Whether a version is in both: one that either of them names, or one below or above all."""
-    named = {specifier.version.removesuffix(".*") for specifier in (*one, *other)} | {"0", "99999"}
-    return any(one.contains(version) and other.contains(version) for version in named)
+    named = {specifier.version.removesuffix(".*") for specifier in (*first, *second)} | {"0", "99999"}
+    return any(first.contains(version) and second.contains(version) for version in named)
 
 
 def test_specifiers_that_exclude_each_other_are_found() -> None:
@@ -71,12 +71,12 @@ def test_the_constraints_allow_what_each_build_of_pytorch_requires(version: str,
 @pytest.mark.parametrize(("version", "build"), BUILDS)
 def test_the_package_and_its_extras_allow_each_build_of_pytorch(version: str, build: str) -> None:
     for python in PYTHONS:
-        brought = {canonicalize_name(one.name): one.specifier for one in required(version, build, python)}
+        brought = {canonicalize_name(need.name): need.specifier for need in required(version, build, python)}
         for name, requirements in extras().items():
-            for one in requirements:
-                specifier = brought.get(canonicalize_name(one.name), SpecifierSet())
-                assert go_together(one.specifier, specifier), f"[{name}] asks for {one}, torch for {specifier}"
-    (torch,) = (one for one in extras()[""] if one.name == "torch")
+            for need in requirements:
+                specifier = brought.get(canonicalize_name(need.name), SpecifierSet())
+                assert go_together(need.specifier, specifier), f"[{name}] asks for {need}, torch for {specifier}"
+    (torch,) = (need for need in extras()[""] if need.name == "torch")
     assert torch.specifier.contains(f"{version}+{build}")
 
 
@@ -91,8 +91,8 @@ def test_the_pinned_pytorch_is_one_whose_requirements_are_known_and_fits_both_bu
 def test_the_development_environment_has_triton_with_each_build() -> None:
     """The interpreter's tests need it, and a CPU build of PyTorch does not bring it."""
     groups = extras()
-    (own,) = (one for one in groups["dev"] if one.name == "specinfer")
-    assert any(one.name == "triton" and applies(one, "3.11") for name in own.extras for one in groups[name])
+    (itself,) = (need for need in groups["dev"] if need.name == "specinfer")
+    assert any(need.name == "triton" and applies(need, "3.11") for name in itself.extras for need in groups[name])
 
 
 def test_the_guide_names_the_triton_that_each_build_of_pytorch_brings() -> None:
@@ -100,8 +100,8 @@ def test_the_guide_names_the_triton_that_each_build_of_pytorch_brings() -> None:
     listed = re.findall(r"^\| (2\.\d+) \| ([\d., ]+) \|$", guide, re.MULTILINE)
     brought: dict[str, set[str]] = {}
     for version in TORCH:
-        tritons = {str(one.specifier) for one in required(version, "cuda", "3.11") if one.name == "triton"}
-        brought.setdefault(version.rpartition(".")[0], set()).update(one.removeprefix("==") for one in tritons)
+        tritons = {str(need.specifier) for need in required(version, "cuda", "3.11") if need.name == "triton"}
+        brought.setdefault(version.rpartition(".")[0], set()).update(triton.removeprefix("==") for triton in tritons)
     assert {minor: set(names.split(", ")) for minor, names in listed} == brought
 
 
@@ -140,25 +140,25 @@ LOCKS = ("dev", "image", "chat-model")
 def locked(name: str) -> dict[str, Requirement]:
     """Each package of a lock file; every one has hashes."""
     entries = lock.packages((ROOT / "locks" / f"{name}.txt").read_text())
-    found = {}
+    requirements = {}
     for entry in entries:
         first, *hashes = entry.split(" \\\n    ")
         assert hashes, first
-        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", one) for one in hashes), first
+        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", digest) for digest in hashes), first
         requirement = Requirement(first)
-        assert canonicalize_name(requirement.name) not in found
-        found[canonicalize_name(requirement.name)] = requirement
-    return found
+        assert canonicalize_name(requirement.name) not in requirements
+        requirements[canonicalize_name(requirement.name)] = requirement
+    return requirements
 
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_a_lock_has_the_versions_of_the_constraints_and_no_address(name: str) -> None:
     pins = constraints()
     for package, requirement in locked(name).items():
-        (one,) = requirement.specifier
-        assert one.operator == "=="
+        (pinned,) = requirement.specifier
+        assert pinned.operator == "=="
         if requirement.marker is None or "emscripten" not in str(requirement.marker):
-            assert one.version in pins.get(package, SpecifierSet("!=0")), package
+            assert pinned.version in pins.get(package, SpecifierSet("!=0")), package
     assert "//" not in (ROOT / "locks" / f"{name}.txt").read_text()
 
 
@@ -168,14 +168,14 @@ def test_a_lock_has_all_that_is_installed_but_what_belongs_to_a_build_of_pytorch
     name: str, extra: str, python: str
 ) -> None:
     groups, wanted = extras(), []
-    for one in (group := [*groups[""], *groups[extra]]):
-        group += [each for name in one.extras for each in groups[name]] if one.name == "specinfer" else []
-        wanted += [one] if one.name != "specinfer" and applies(one, python) else []
-    wanted += [one for version in TORCH for build in ("cpu", "cuda") for one in required(version, build, python)]
-    found = {package for package, one in locked(name).items() if applies(one, python)}
-    missing = {canonicalize_name(one.name) for one in wanted} - found
+    for need in (group := [*groups[""], *groups[extra]]):
+        group += [each for name in need.extras for each in groups[name]] if need.name == "specinfer" else []
+        wanted += [need] if need.name != "specinfer" and applies(need, python) else []
+    wanted += [need for version in TORCH for build in ("cpu", "cuda") for need in required(version, build, python)]
+    names = {package for package, need in locked(name).items() if applies(need, python)}
+    missing = {canonicalize_name(need.name) for need in wanted} - names
     assert all(lock.OF_THE_BUILD.match(f"{package}==") for package in missing), missing
-    assert "setuptools" in found, "the package itself is built with it"
+    assert "setuptools" in names, "the package itself is built with it"
 
 
 def test_make_compares_hashes_unless_it_is_told_not_to() -> None:
@@ -188,5 +188,5 @@ def test_make_compares_hashes_unless_it_is_told_not_to() -> None:
 
 def test_packages_of_a_lock_keep_their_hashes_together() -> None:
     text = "# made\na==1 ; x \\\n    --hash=sha256:1 \\\n    --hash=sha256:2\n    # via b\ntorch==2 \\\n    --hash=c\n"
-    kept = [entry for entry in lock.packages(text) if not lock.OF_THE_BUILD.match(entry)]
-    assert kept == ["a==1 ; x \\\n    --hash=sha256:1 \\\n    --hash=sha256:2"]
+    entries = [entry for entry in lock.packages(text) if not lock.OF_THE_BUILD.match(entry)]
+    assert entries == ["a==1 ; x \\\n    --hash=sha256:1 \\\n    --hash=sha256:2"]

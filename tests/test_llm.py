@@ -142,7 +142,7 @@ def test_the_same_seed_gives_the_same_text_with_and_without_speculation(folder: 
         made = llm.generate(PROMPTS, params)
         outputs.append([(c.token_ids, c.text, c.finish_reason, c.stop_reason) for o in made for c in o.outputs])
     assert len(outputs[0]) == 7
-    assert all(other == outputs[0] for other in outputs[1:])
+    assert all(texts == outputs[0] for texts in outputs[1:])
     assert len({tuple(tokens) for tokens, *_ in outputs[0][:2]}) == 2, "each of n has its own noise"
 
 
@@ -323,9 +323,9 @@ def test_prompt_logprobs(folder: Path, small: Path, num_batched: int) -> None:
 def test_special_tokens_in_the_text(llm: LLM) -> None:
     fields = {"temperature": 0.0, "max_tokens": 4, "allowed_token_ids": [EOS], "ignore_eos": True}
     (without,) = llm.generate("in", SamplingParams(**fields))
-    (kept,) = llm.generate("in", SamplingParams(**fields, skip_special_tokens=False))
+    (unskipped,) = llm.generate("in", SamplingParams(**fields, skip_special_tokens=False))
     assert without.outputs[0].text == ""
-    assert kept.outputs[0].text == "</s>" * 4
+    assert unskipped.outputs[0].text == "</s>" * 4
 
 
 def test_metrics_of_a_prompt(llm: LLM) -> None:
@@ -348,11 +348,11 @@ def chatting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def test_chat_goes_through_the_template(chatting: LLM) -> None:
-    one = [{"role": "user", "content": "the cat"}]
-    two = [*one, {"role": "assistant", "content": "is"}, {"role": "user", "content": "in"}]
+    short = [{"role": "user", "content": "the cat"}]
+    long = [*short, {"role": "assistant", "content": "is"}, {"role": "user", "content": "in"}]
     wanted = chatting.generate(["user, the cat\nit is", "user, the cat\nassistant, is\nuser, in\nit is"], GREEDY)
-    assert _tokens(chatting.chat([one, two], GREEDY)) == _tokens(wanted)
-    assert _tokens(chatting.chat(one, GREEDY)) == _tokens(wanted[:1])
+    assert _tokens(chatting.chat([short, long], GREEDY)) == _tokens(wanted)
+    assert _tokens(chatting.chat(short, GREEDY)) == _tokens(wanted[:1])
 
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "in"}, 3], "the cat"], ids=repr)
@@ -701,26 +701,26 @@ def test_a_drafter_that_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_drafter_with_another_vocabulary(folder: Path, model_folder: Callable[..., Path]) -> None:
-    other = model_folder("llama", vocab_size=VOCAB + 8)
+    drafter = model_folder("llama", vocab_size=VOCAB + 8)
     with pytest.raises(ModelError, match=rf"drafters: .* vocabulary of {VOCAB + 8} tokens, the target of {VOCAB}"):
-        _llm(folder, drafters=[str(other)])
+        _llm(folder, drafters=[str(drafter)])
 
 
 def test_a_drafter_with_another_tokenizer(folder: Path, plain: LLM, tmp_path: Path) -> None:
     """What it guesses is translated; the output is as ever."""
-    other = save_tokenizer(save_model(tmp_path, "llama"))
-    data = json.loads((other / "tokenizer.json").read_text())
+    drafter = save_tokenizer(save_model(tmp_path, "llama"))
+    data = json.loads((drafter / "tokenizer.json").read_text())
     vocab = data["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (other / "tokenizer.json").write_text(json.dumps(data))
-    llm = _llm(folder, drafters=[str(other)], tree="2,2")
+    (drafter / "tokenizer.json").write_text(json.dumps(data))
+    llm = _llm(folder, drafters=[str(drafter)], tree="2,2")
     for params in (GREEDY, SamplingParams(max_tokens=15, seed=3)):
         assert _tokens(llm.generate(PROMPTS, params)) == _tokens(plain.generate(PROMPTS, params))
 
 
 def test_a_drafter_without_a_tokenizer_is_fine(folder: Path, plain: LLM, model_folder: Callable[..., Path]) -> None:
-    other = model_folder("gpt2")
-    assert _tokens(_llm(folder, drafters=[str(other)]).generate(PROMPTS, GREEDY)) == _tokens(
+    drafter = model_folder("gpt2")
+    assert _tokens(_llm(folder, drafters=[str(drafter)]).generate(PROMPTS, GREEDY)) == _tokens(
         plain.generate(PROMPTS, GREEDY)
     )
 
@@ -729,9 +729,9 @@ def test_a_drafter_of_another_family_padded_differently(
     folder: Path, plain: LLM, model_folder: Callable[..., Path]
 ) -> None:
     """One tokenizer, but logits padded to another size, as happens within model families."""
-    other = model_folder("mistral", vocab_size=VOCAB + 32, tokenizer=True)
+    drafter = model_folder("mistral", vocab_size=VOCAB + 32, tokenizer=True)
     params = SamplingParams(max_tokens=15, seed=3)
-    assert _tokens(_llm(folder, drafters=[str(other)], tree="3,2").generate(PROMPTS, params)) == _tokens(
+    assert _tokens(_llm(folder, drafters=[str(drafter)], tree="3,2").generate(PROMPTS, params)) == _tokens(
         plain.generate(PROMPTS, params)
     )
 

@@ -34,7 +34,7 @@ def _tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 def _prompt_logprobs(output: RequestOutput) -> torch.Tensor:
     given: Any = output.prompt_logprobs
-    return torch.tensor([next(iter(one.values())).logprob for one in given[1:]])
+    return torch.tensor([next(iter(row.values())).logprob for row in given[1:]])
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +58,11 @@ def merged(base: Path, adapters: Sequence[Path], tmp_path_factory: pytest.TempPa
 @pytest.fixture(scope="module")
 def expected(merged: Sequence[Path]) -> list[list[list[int]]]:
     """The greedy and the seeded outputs of the eight prompts, each by the merged model of its request."""
-    found = []
+    by_adapter = []
     for i, folder in enumerate(merged):
         with _llm(folder) as alone:
-            found.append([_tokens(alone.generate(PROMPTS[i::5], params)) for params in (GREEDY, SEEDED)])
-    return [[found[i % 5][which][i // 5] for i in range(len(PROMPTS))] for which in range(2)]
+            by_adapter.append([_tokens(alone.generate(PROMPTS[i::5], params)) for params in (GREEDY, SEEDED)])
+    return [[by_adapter[i % 5][which][i // 5] for i in range(len(PROMPTS))] for which in range(2)]
 
 
 def _requests(adapters: Sequence[Path]) -> list[LoRARequest | None]:
@@ -78,10 +78,10 @@ def test_four_adapters_and_none_in_one_batch_give_what_the_merged_models_give(
 ) -> None:
     drafters = ["ngram", "suffix"] if tree != "off" else []
     with _llm(base, enable_lora=True, drafters=drafters, tree=tree) as llm:
-        found = _tokens(llm.generate(PROMPTS, params, lora_request=_requests(adapters)))
+        tokens = _tokens(llm.generate(PROMPTS, params, lora_request=_requests(adapters)))
         again = _tokens(llm.generate(PROMPTS, params, lora_request=_requests(adapters)))
-    assert found == again == expected[params is SEEDED]
-    assert len({tuple(one) for one in found}) == len(PROMPTS)
+    assert tokens == again == expected[params is SEEDED]
+    assert len({tuple(output) for output in tokens}) == len(PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_other_families_give_what_their_merged_models_give(
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=targets)
     named = LoRARequest("one", 1, str(adapter))
     with _llm(base, enable_lora=True) as llm, _llm(save_merged(tmp_path / "merged", base, adapter)) as alone:
-        found = _tokens(llm.generate(PROMPTS[:4], GREEDY, lora_request=[named, None, named, None]))
+        tokens = _tokens(llm.generate(PROMPTS[:4], GREEDY, lora_request=[named, None, named, None]))
         plain = _tokens(llm.generate(PROMPTS[:4], GREEDY))
         merged = _tokens(alone.generate(PROMPTS[:4], GREEDY))
         scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -113,9 +113,9 @@ def test_other_families_give_what_their_merged_models_give(
             llm.generate(PROMPTS[1], scored)[0],
             alone.generate(PROMPTS[1], scored)[0],
         ]
-    assert found == [merged[0], plain[1], merged[2], plain[3]]
+    assert tokens == [merged[0], plain[1], merged[2], plain[3]]
     # Of some random models the likeliest token stays the same.
-    values = [_prompt_logprobs(one) for one in outputs]
+    values = [_prompt_logprobs(output) for output in outputs]
     torch.testing.assert_close(values[0], values[2], rtol=1e-3, atol=1e-3)
     assert not torch.allclose(values[0], values[1], rtol=1e-2, atol=1e-2)
 
@@ -140,11 +140,11 @@ def test_adapters_are_added_to_quantized_weights(
         drafted = llm.generate([*PROMPTS[:3], *PROMPTS[:3]], params, lora_request=[named] * 3 + [None] * 3)
         assert _tokens(drafted) == [*alone, *plain]
         scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        found = llm.generate(PROMPTS[1], scored, lora_request=named)[0]
-        other = llm.generate(PROMPTS[1], scored)[0]
+        adapted = llm.generate(PROMPTS[1], scored, lora_request=named)[0]
+        unadapted = llm.generate(PROMPTS[1], scored)[0]
     with _llm(save_merged(tmp_path / "merged", base, adapter)) as merged:
         exact = merged.generate(PROMPTS[1], scored)[0]
-    errors = [(_prompt_logprobs(one) - _prompt_logprobs(exact)).abs().mean() for one in (found, other)]
+    errors = [(_prompt_logprobs(output) - _prompt_logprobs(exact)).abs().mean() for output in (adapted, unadapted)]
     assert errors[0] < errors[1] / 3
 
 
@@ -153,16 +153,16 @@ def test_prefixes_and_earlier_answers_are_not_shared_between_adapters(base: Path
     with _llm(base, enable_lora=True, drafters=["suffix"], tree="best-first:4") as llm:
         named = _requests(adapters)[1]
         first = llm.generate(prompt, GREEDY)[0]
-        again, other = (llm.generate(prompt, GREEDY, lora_request=one)[0] for one in (None, named))
-        other_again = llm.generate(prompt, GREEDY, lora_request=named)[0]
+        again, adapted = (llm.generate(prompt, GREEDY, lora_request=each)[0] for each in (None, named))
+        adapted_again = llm.generate(prompt, GREEDY, lora_request=named)[0]
         drafters: Any = llm.drafter.drafters  # type: ignore[union-attr]
         (salts,) = (drafter.store.salts for drafter in drafters if drafter.name == "suffix")
         loaded: Any = llm.adapters
         salt = loaded.find(named).salt
         with pytest.raises(RequestError, match="cache_salt: "):  # its keys and values are those of the base
             llm.generate({"prompt": prompt, "cache_salt": f"\0{salt}"}, GREEDY)
-    assert [one.num_cached_tokens for one in (first, other)] == [0, 0]
-    assert again.num_cached_tokens == other_again.num_cached_tokens == len(prompt) - 1
+    assert [output.num_cached_tokens for output in (first, adapted)] == [0, 0]
+    assert again.num_cached_tokens == adapted_again.num_cached_tokens == len(prompt) - 1
     assert len(salts) == 2
 
 
@@ -176,12 +176,12 @@ def test_a_batch_has_no_more_adapters_than_allowed_and_all_are_served(
             nonlocal most
             result = step()
             running = llm.engine.scheduler.running
-            most = max(most, len({one.adapter for one in running if one.adapter is not None}))
+            most = max(most, len({request.adapter for request in running if request.adapter is not None}))
             return result
 
         llm.engine.step = watched  # type: ignore[method-assign]
-        found = _tokens(llm.generate(PROMPTS, GREEDY, lora_request=_requests(adapters)))
-    assert found == expected[0]
+        tokens = _tokens(llm.generate(PROMPTS, GREEDY, lora_request=_requests(adapters)))
+    assert tokens == expected[0]
     assert most == 2
 
 
@@ -189,8 +189,8 @@ def test_layers_that_are_streamed_have_adapters_too(
     base: Path, adapters: list[Path], expected: list[list[list[int]]]
 ) -> None:
     with _llm(base, enable_lora=True, offload="disk", memory_budget="4GiB") as llm:
-        found = _tokens(llm.generate(PROMPTS[:5], GREEDY, lora_request=_requests(adapters)[:5]))
-    assert found == expected[0][:5]
+        tokens = _tokens(llm.generate(PROMPTS[:5], GREEDY, lora_request=_requests(adapters)[:5]))
+    assert tokens == expected[0][:5]
 
 
 def test_a_conversation_a_stream_and_asynchronous_callers_have_adapters(

@@ -71,12 +71,12 @@ def test_a_budget_ends_the_thought(llm: LLM, budget: int) -> None:
     for temperature, n in ((0.0, 1), (1.0, 3)):
         params = replace(GREEDY, temperature=temperature, n=n, thinking_token_budget=budget, seed=1)
         (output,) = llm.chat(USER, params)
-        for one in output.outputs:
-            assert one.num_reasoning_tokens <= budget
-            assert SAID.startswith(one.text.partition("\n</think>")[0])
-            assert "</think>\n\n" in one.text
-            assert "<think>" not in one.content
-            assert one.finish_reason == "stop"
+        for completion in output.outputs:
+            assert completion.num_reasoning_tokens <= budget
+            assert SAID.startswith(completion.text.partition("\n</think>")[0])
+            assert "</think>\n\n" in completion.text
+            assert "<think>" not in completion.content
+            assert completion.finish_reason == "stop"
 
 
 def test_minus_one_is_no_budget(llm: LLM) -> None:
@@ -135,8 +135,8 @@ def test_a_budget_and_a_constraint_both_hold(llm: LLM, open_llm: LLM, budget: in
 
 
 def test_a_model_that_does_not_think_first_answers_at_once(llm: LLM) -> None:
-    with scripted([ANSWER], template=TEMPLATES["thinking"]) as other:
-        output = _one(other, replace(GREEDY, structured_outputs={"json": SCHEMA}, thinking_token_budget=0))
+    with scripted([ANSWER], template=TEMPLATES["thinking"]) as thinking:
+        output = _one(thinking, replace(GREEDY, structured_outputs={"json": SCHEMA}, thinking_token_budget=0))
     assert (output.reasoning, output.content) == (None, ANSWER)
 
 
@@ -168,20 +168,20 @@ def test_outputs_of_many_callers_have_the_thought_apart(llm: LLM) -> None:
     *growing, last = asyncio.run(ask())
     assert (last.reasoning, last.content) == (THOUGHT, ANSWER)
     assert growing
-    assert all(one.content is None for one in growing)
+    assert all(completion.content is None for completion in growing)
 
 
 def test_outputs_with_budgets_are_those_of_plain_decoding() -> None:
     """Sampled, with a script that is not certain: draft tokens are accepted and rejected around the end."""
-    found = []
+    tokens = []
     for way in WAYS:
-        with scripted([SAID], template=TEMPLATES["thinking"], **SPECIAL, **way) as one:
+        with scripted([SAID], template=TEMPLATES["thinking"], **SPECIAL, **way) as llm:
             params = SamplingParams(
                 temperature=40.0, top_k=3, max_tokens=40, n=4, seed=5, thinking_token_budget=6, ignore_eos=True
             )
-            found.append([output.token_ids for output in one.chat(USER, params)[0].outputs])
-    assert found[0] == found[1]
-    assert len(set(map(tuple, found[0]))) > 1
+            tokens.append([output.token_ids for output in llm.chat(USER, params)[0].outputs])
+    assert tokens[0] == tokens[1]
+    assert len(set(map(tuple, tokens[0]))) > 1
 
 
 CHANNELS = (

@@ -33,8 +33,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _chances(step: StepTrace) -> list[float]:
-    own = [] if step.next_p is None else [step.next_p]
-    return [step.nodes[node - 1].p for node in step.path] + own
+    last = [] if step.next_p is None else [step.next_p]
+    return [step.nodes[node - 1].p for node in step.path] + last
 
 
 def test_a_record_of_a_step_is_plain_json() -> None:
@@ -124,7 +124,7 @@ def test_a_client_gets_the_steps_of_its_own_request_and_only_if_it_asks(llm: LLM
         async with served(llm) as (client, engine):
             file = TraceFile(str(tmp_path / "trace.jsonl"), engine, ("tiny",))
             asked = [body | {"prompt": "def f(", "trace": True}, body | {"prompt": "class A"}]
-            answers = await asyncio.gather(*(client.post("/v1/completions", json=one) for one in asked))
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=each) for each in asked))
             file.close()
             return [answer.text for answer in answers]
 

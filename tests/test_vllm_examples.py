@@ -182,10 +182,10 @@ def test_speculative_decoding(model: str, method: str) -> None:
             for pos in range(len(metric.values)):
                 acceptance_counts[pos] += metric.values[pos]
     stats = [output.metrics.speculative_decoding for output in outputs]
-    assert num_drafts == sum(one["num_spec_steps"] for one in stats) > 0  # type: ignore[misc]
-    assert num_draft_tokens == sum(one["num_draft_tokens"] for one in stats)  # type: ignore[misc]
+    assert num_drafts == sum(each["num_spec_steps"] for each in stats) > 0  # type: ignore[misc]
+    assert num_draft_tokens == sum(each["num_draft_tokens"] for each in stats)  # type: ignore[misc]
     assert num_accepted_tokens == sum(acceptance_counts)
-    assert max(one["num_spec_tokens"] for one in stats) == num_spec_tokens  # type: ignore[type-var]
+    assert max(each["num_spec_tokens"] for each in stats) == num_spec_tokens  # type: ignore[type-var]
 
 
 def test_structured_outputs() -> None:

@@ -90,9 +90,9 @@ def refusal(*words: str, **settings: Any) -> str:
     return str(line)
 
 
-@pytest.mark.parametrize(("command", "other"), [("chat", "run"), ("complete", "generate")])
-def test_a_command_that_takes_no_prompt_names_the_one_that_does(command: str, other: str) -> None:
-    assert f"use specinfer {other} MODEL PROMPT, or --quick PROMPT" in refusal(command, "demo", "Hi there")
+@pytest.mark.parametrize(("command", "alternative"), [("chat", "run"), ("complete", "generate")])
+def test_a_command_that_takes_no_prompt_names_the_one_that_does(command: str, alternative: str) -> None:
+    assert f"use specinfer {alternative} MODEL PROMPT, or --quick PROMPT" in refusal(command, "demo", "Hi there")
 
 
 @pytest.mark.parametrize(
@@ -256,14 +256,14 @@ def test_a_refused_prompt_does_not_stop_the_others(target: str, tmp_path: Path) 
     file = tmp_path / "ids.jsonl"
     file.write_text(f'"the"\n{{"prompt_token_ids": [5, {VOCAB}]}}\n"and"\n')
     result = run("generate", target, "--file", str(file), *GREEDY, "--json", code=1)
-    good, bad, other = json.loads(result.stdout)
+    good, bad, last = json.loads(result.stdout)
     assert good["text"]
-    assert other["text"]
+    assert last["text"]
     assert (bad["text"], bad["token_ids"], bad["finish_reason"]) == ("", [], "error")
     assert f"token id {VOCAB}" in bad["error"]
     assert result.stderr == f"specinfer: prompt 1: {bad['error']}\n"
     plain = run("generate", target, "--file", str(file), *GREEDY, "--stats", code=1)
-    assert plain.stdout == f"{good['text']}\n{other['text']}\n"
+    assert plain.stdout == f"{good['text']}\n{last['text']}\n"
     heads = [line.split(":")[0] for line in plain.stderr.splitlines()]
     assert [head for head in heads if "passes" not in head] == [
         "prompt 0", "prompt 2", "drafters chosen", "computed by target", "specinfer",
@@ -398,12 +398,12 @@ def test_one_prompt_is_streamed_and_coloured_by_origin(target: str, drafter: str
 
 def test_finished_texts_are_painted_like_streamed_ones(target: str, drafter: str) -> None:
     words = ("--drafter", drafter, "--tree", "2,1", "--stats", *GREEDY)
-    one = run("generate", target, "the story", *words, env=TERMINAL).stdout
-    two = run("generate", target, "the story", "and", *words, env=TERMINAL).stdout
-    assert "── prompt 1: and" in ANSI.sub("", two)
-    text = one.partition("\n\n")[0]
+    streamed = run("generate", target, "the story", *words, env=TERMINAL).stdout
+    finished = run("generate", target, "the story", "and", *words, env=TERMINAL).stdout
+    assert "── prompt 1: and" in ANSI.sub("", finished)
+    text = streamed.partition("\n\n")[0]
     # A stream is written step by step: its colours break oftener.
-    assert _spans(text)[:20] == _spans(two.split("\n", 1)[1])[:20]
+    assert _spans(text)[:20] == _spans(finished.split("\n", 1)[1])[:20]
 
 
 def _spans(painted: str) -> list[tuple[str, str]]:
@@ -423,13 +423,13 @@ def test_statistics_are_a_line_for_each_prompt_on_standard_error(target: str, dr
     assert re.fullmatch(rf"computed by target: [a-zA-Z ]+ · {re.escape(drafter)}: [a-zA-Z ]+", paths)
     for i, (line, record) in enumerate(zip(lines, records(target, *words), strict=True)):
         stats = record["metrics"]["speculative_decoding"]
-        passes, kept, guessed = (
+        passes, accepted, proposed = (
             stats[name] for name in ("num_target_passes", "num_accepted_draft_tokens", "num_draft_tokens")
         )
         assert line.startswith(
             f"prompt {i}: 24 tokens in {passes} target passes: {stats['tokens_per_pass']:.2f} a pass"
         )
-        assert f" · {kept} of {guessed} draft tokens accepted" in line
+        assert f" · {accepted} of {proposed} draft tokens accepted" in line
         assert line.endswith("tokens/s")
     assert "no draft tokens" in run("generate", target, "the", "--tree", "off", "--stats", *GREEDY).stderr
 
@@ -694,11 +694,11 @@ def test_collect_env_says_why_no_gpu_is_seen(tmp_path: Path, monkeypatch: pytest
 
 
 def test_collect_env_names_what_a_gpu_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = types.SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0)
+    properties = types.SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0)
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.init", lambda: None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: found)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
     monkeypatch.setattr("specinfer.setup.engine.gpu_abilities", lambda _: {"Triton": "no compiler"})
     shown = run("collect-env").stdout
     assert re.search(r"^gpu 0: +NVIDIA H100, 80 GiB, compute capability 9\.0$", shown, re.MULTILINE)
@@ -779,9 +779,9 @@ def test_without_a_model_the_chat_model_is_used_at_its_own_temperature(chat_mode
     assert records("--model", "demo-chat", "the cat", "and the", *words) == approx_records(named)
     assert records(*words, stdin="the cat\nand the\n") == approx_records(named)
     cool = records(chat_model, "the cat", "and the", *words, "--temperature", "0.7")
-    assert [one["token_ids"] for one in cool] == [one["token_ids"] for one in named]
+    assert [record["token_ids"] for record in cool] == [record["token_ids"] for record in named]
     warm = records(chat_model, "the cat", "and the", *words)
-    assert [one["token_ids"] for one in warm] != [one["token_ids"] for one in named]
+    assert [record["token_ids"] for record in warm] != [record["token_ids"] for record in named]
     assert "is not in the cache" in refusal("generate", "unknown-word", "the cat")
     told = run("chat", "-q", "the cat", *words)
     assert (told.stderr, told.stdout) == ("", run("chat", "demo-chat", "-q", "the cat", *words).stdout)
@@ -794,8 +794,8 @@ def approx_records(records: list[dict[str, Any]]) -> Any:
         def __eq__(self, other: object) -> bool:
             assert isinstance(other, list)
             names = ("prompt", "token_ids", "text", "finish_reason")
-            return [[one[name] for name in names] for one in other] == [
-                [one[name] for name in names] for one in records
+            return [[record[name] for name in names] for record in other] == [
+                [record[name] for name in names] for record in records
             ]
 
     return Same()

@@ -25,7 +25,7 @@ ALL = [(program, path, command) for program in (app, laboratory)
 
 
 @pytest.mark.parametrize(
-    ("program", "path", "command"), ALL, ids=["-".join((one[0].info.name, *one[1])) for one in ALL]
+    ("program", "path", "command"), ALL, ids=["-".join((case[0].info.name, *case[1])) for case in ALL]
 )
 def test_no_flag_is_cut_or_broken_at_80_columns(program: typer.Typer, path: tuple[str, ...], command: Any) -> None:
     shown = CliRunner().invoke(program, [*path, "--help"], env={"COLUMNS": "80"}).output

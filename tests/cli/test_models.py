@@ -83,11 +83,11 @@ def test_models_are_pulled_listed_and_removed(hub: FakeHub) -> None:
 def test_drafters_of_a_target_are_listed_with_what_is_known_of_them(hub: FakeHub) -> None:
     save_tokenizer(save_model(hub.root / "Qwen/Qwen3-0.6B"))
     run("pull", "Qwen/Qwen3-0.6B")
-    found = rows("--drafters", "Qwen/Qwen3-8B")
-    assert "Qwen/Qwen3-0.6B small model, 0.6 B in the cache" in found
-    assert "Qwen/Qwen3-1.7B small model, 1.7 B can be pulled" in found
-    assert "AngelSlim/Qwen3-8B_eagle3 EAGLE-3 can be pulled" in found
-    assert found[-2:] == ["suffix lookup built in", "ngram lookup built in"]
+    listed = rows("--drafters", "Qwen/Qwen3-8B")
+    assert "Qwen/Qwen3-0.6B small model, 0.6 B in the cache" in listed
+    assert "Qwen/Qwen3-1.7B small model, 1.7 B can be pulled" in listed
+    assert "AngelSlim/Qwen3-8B_eagle3 EAGLE-3 can be pulled" in listed
+    assert listed[-2:] == ["suffix lookup built in", "ngram lookup built in"]
     assert rows("--drafters", "deepseek-ai/DeepSeek-V3")[1] == "mtp MTP layers of the target can be pulled"
     assert "did you mean Qwen/Qwen3-8B" in refusal("list", "--drafters", "Qwen/Qwen3-8")
 

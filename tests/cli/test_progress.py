@@ -134,8 +134,8 @@ def test_a_server_counts_and_logs_what_is_read(llm: LLM) -> None:
     llm.engine.observers.remove(tally)
     text = metrics.scrape().decode()
     for name, value in (("bytes", stream.bytes_read), ("seconds", stream.seconds_reading)):
-        found = re.search(rf"weights_read_{name}_total{{.*}} (\S+)", text)
-        assert found is not None
-        assert 0 < float(found[1]) <= value
+        match = re.search(rf"weights_read_{name}_total{{.*}} (\S+)", text)
+        assert match is not None
+        assert 0 < float(match[1]) <= value
     assert stream.bytes_read > before
     assert re.fullmatch(rf"Streamed weights: {READ}, passes waited \d+% of the time", log.lines()[-1])

@@ -112,9 +112,9 @@ def test_two_names_of_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder = tmp_path / "D"
     folder.mkdir()
     (tmp_path / "link").symlink_to(folder)
-    for other in (f"{folder}/", str(tmp_path / "." / "link"), str(folder / ".." / "D")):
+    for alias in (f"{folder}/", str(tmp_path / "." / "link"), str(folder / ".." / "D")):
         with pytest.raises(ValueError, match=r"^drafters: .* names a drafter twice; leave one out"):
-            parse_drafters([str(folder), other])
+            parse_drafters([str(folder), alias])
     assert parse_drafters([str(folder), str(tmp_path)]) == (str(folder), str(tmp_path))
     (tmp_path / "ngram").mkdir()
     monkeypatch.chdir(tmp_path)

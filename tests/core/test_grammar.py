@@ -542,8 +542,8 @@ def _pair(plain: LLM, guessing: LLM, prompts: Sequence[str], params: SamplingPar
     outputs, wanted = guessing.generate(prompts, params), plain.generate(prompts, params)
     for output, twin in zip(outputs, wanted, strict=True):
         assert output.error is None
-        for said, other in zip(output.outputs, twin.outputs, strict=True):
-            assert (said.token_ids, said.finish_reason) == (other.token_ids, other.finish_reason)
+        for said, expected in zip(output.outputs, twin.outputs, strict=True):
+            assert (said.token_ids, said.finish_reason) == (expected.token_ids, expected.finish_reason)
     return outputs
 
 
@@ -581,12 +581,12 @@ def test_a_tenant_whose_grammars_took_too_long_rests_and_others_do_not(pair: tup
         request.grammar._time = MaskTime(60.0)
         request.tenant = tenant
         llm.engine.add(request)
-    slow, other, quick = requests
-    assert slow.grammar.credit is other.grammar.credit is not quick.grammar.credit
+    slow, second, quick = requests
+    assert slow.grammar.credit is second.grammar.credit is not quick.grammar.credit
     slow.grammar.credit.add(-1000.0)
     while not quick.is_finished:
         llm.engine.step()
-    assert (slow.num_output, other.num_output) == (0, 0)
+    assert (slow.num_output, second.num_output) == (0, 0)
     assert llm.engine.step() == []
     assert llm.engine.scheduler.grammar_turns.is_resting
     slow.grammar.credit.add(1001.0)

@@ -71,9 +71,9 @@ def test_faults_are_those_that_are_found_without_a_trial(compiler: GrammarCompil
         {"regex": "a" * 200_000},
     ):
         messages = []
-        for one in (plain, compiler):
+        for each in (plain, compiler):
             with pytest.raises(RequestError) as caught:
-                one.compile(StructuredOutputsParams(**given))  # type: ignore[arg-type]
+                each.compile(StructuredOutputsParams(**given))  # type: ignore[arg-type]
             messages.append(str(caught.value))
         assert messages[0] == messages[1]
 

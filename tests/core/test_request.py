@@ -113,11 +113,11 @@ def test_spans() -> None:
 
 
 def test_counters_by_hand() -> None:
-    one, two = SpeculationStats(), SpeculationStats()
+    first, second = SpeculationStats(), SpeculationStats()
     for num_guessed, depth, accepted in ((0, 0, 0), (4, 2, 2), (4, 2, 0)):
-        one.record(num_guessed, depth, accepted, accepted + 1)
-    two.record(3, 3, 3, 4)
-    total = one + two
+        first.record(num_guessed, depth, accepted, accepted + 1)
+    second.record(3, 3, 3, 4)
+    total = first + second
     assert total.as_dict() == {
         "mean_acceptance_length": pytest.approx(1 + 5 / 3),
         "draft_acceptance_rate": pytest.approx(5 / 11),
@@ -131,8 +131,8 @@ def test_counters_by_hand() -> None:
         "tokens_per_pass": pytest.approx(9 / 4),
         "reason": None,
     }
-    assert one.num_draft_tokens == 8, "a sum changes neither"
-    assert one.acceptance_histogram == {2: 1, 0: 1}
+    assert first.num_draft_tokens == 8, "a sum changes neither"
+    assert first.acceptance_histogram == {2: 1, 0: 1}
 
 
 def test_counters_of_a_request_without_output() -> None:
@@ -187,5 +187,5 @@ def test_plain_greedy_is_the_argmax_of_bare_logits() -> None:
 
 
 def test_random_numbers_are_those_of_the_seed() -> None:
-    one, same, other = (make_request("0", [5], seed=seed) for seed in (4, 4, 5))
-    assert one.uniforms.next_uniform() == same.uniforms.next_uniform() != other.uniforms.next_uniform()
+    request, same, different = (make_request("0", [5], seed=seed) for seed in (4, 4, 5))
+    assert request.uniforms.next_uniform() == same.uniforms.next_uniform() != different.uniforms.next_uniform()

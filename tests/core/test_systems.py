@@ -49,9 +49,9 @@ def test_a_limit_in_another_form_is_none(groups: Path, limit: str) -> None:
     assert systems.usable_cpus() == 3
 
 
-@pytest.mark.parametrize("own", [b"\n", b"0\n", b"nonsense", b"0::/\xff\n", b"1:cpu\n"])
-def test_groups_in_another_form_are_none(groups: Path, own: bytes) -> None:
-    (groups / "own").write_bytes(own)
+@pytest.mark.parametrize("text", [b"\n", b"0\n", b"nonsense", b"0::/\xff\n", b"1:cpu\n"])
+def test_groups_in_another_form_are_none(groups: Path, text: bytes) -> None:
+    (groups / "own").write_bytes(text)
     assert systems.usable_cpus() == 8
 
 

@@ -82,7 +82,7 @@ def test_an_unfinished_character_is_shown_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "include", "text", "found"),
+    ("stop", "include", "text", "match"),
     [
         (["cd"], False, "ab", "cd"),
         (["cd"], True, "abcd", "cd"),
@@ -95,7 +95,7 @@ def test_an_unfinished_character_is_shown_at_the_end() -> None:
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_stop_strings_over_any_cut_into_tokens(
-    stop: list[str], include: bool, text: str, found: str | None, size: int
+    stop: list[str], include: bool, text: str, match: str | None, size: int
 ) -> None:
     pieces = ["abcdef"[i : i + size] for i in range(0, 6, size)]
     buffer = TextBuffer(lambda tokens: "".join(pieces[t] for t in tokens), stop, include_stop=include)
@@ -105,7 +105,7 @@ def test_stop_strings_over_any_cut_into_tokens(
         if results[-1] is not None:
             break
     assert buffer.text == text
-    assert results[-1] == found
+    assert results[-1] == match
     assert not any(results[:-1])
 
 
@@ -199,18 +199,18 @@ def _generated(text: str, stop: list[str], size: int, *, is_open: bool, shows: b
     buffer, shown = TextBuffer(decode, stop, thought=thought), ""
     for token in range(len(pieces)):
         thought.advance(token)
-        found = buffer.push(token)
-        settled = buffer.text if found else buffer.settled()
+        match = buffer.push(token)
+        settled = buffer.text if match else buffer.settled()
         assert settled.startswith(shown)
         shown = settled
-        if found:
-            return found, buffer.text
+        if match:
+            return match, buffer.text
     return None, buffer.text
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    ("text", "stop", "found", "left"),
+    ("text", "stop", "match", "left"),
     [
         ("<t>a.b</t>c.d", ".", ".", "<t>a.b</t>c"),
         ("<t>a.b</t>c", ".", None, "<t>a.b</t>c"),
@@ -225,11 +225,11 @@ def _generated(text: str, stop: list[str], size: int, *, is_open: bool, shows: b
         ("\n<tb", "\n", "\n", ""),
     ],
 )
-def test_stop_strings_count_after_a_thought(text: str, stop: str, found: str | None, left: str, size: int) -> None:
-    assert _generated(text, [stop], size, is_open=False) == (found, left)
+def test_stop_strings_count_after_a_thought(text: str, stop: str, match: str | None, left: str, size: int) -> None:
+    assert _generated(text, [stop], size, is_open=False) == (match, left)
     if text.startswith("<t>"):
         open_text, open_left = text.removeprefix("<t>"), left.removeprefix("<t>")
-        assert _generated(open_text, [stop], size, is_open=True) == (found, open_left)
+        assert _generated(open_text, [stop], size, is_open=True) == (match, open_left)
 
 
 def test_stop_strings_count_after_a_thought_whose_marker_is_not_shown() -> None:

@@ -66,12 +66,12 @@ def test_characters_of_markers_may_be_split_over_tokens() -> None:
         for token in text.encode()[:count]:
             thought.advance(token)
         phases.append(thought)
-    assert [one.phase for one in phases[1:]] == [Phase.UNDECIDED] * 11 + [Phase.THOUGHT] * 15
+    assert [state.phase for state in phases[1:]] == [Phase.UNDECIDED] * 11 + [Phase.THOUGHT] * 15
     assert (phases[0].phase, phases[0].num_tokens) == (Phase.ANSWER, 3)
 
 
 def _forced(thought: Thought, *path: str) -> list[int | None]:
-    return [thought.forced(tuple(one.encode())) for one in path]
+    return [thought.forced(tuple(text.encode())) for text in path]
 
 
 def test_a_thought_whose_budget_is_spent_is_ended() -> None:
@@ -81,7 +81,7 @@ def test_a_thought_whose_budget_is_spent_is_ended() -> None:
     assert _forced(_thought("", 0, is_open=True), "", "<", "</t>") == [*b"</", None]
 
 
-def test_a_budget_may_end_amid_the_marker() -> None:
+def test_a_budget_may_end_within_the_marker() -> None:
     thought = _thought("<t>ab<", 3)
     assert _forced(thought, "", "/", "/t", "/t>") == [*b"/t>", None]
     for token in b"/t>":
@@ -117,10 +117,10 @@ def test_paths_are_as_outputs(budget: int | None, output: list[int], path: list[
         here.advance(token)
         there.advance(token)
     for length in range(len(path) + 1):
-        found = here.forced(path[:length])
-        assert found == there.forced(())
-        assert found is None or here.may_force(length)
+        forced = here.forced(path[:length])
+        assert forced == there.forced(())
+        assert forced is None or here.may_force(length)
         if is_open and budget is not None and len(output) + length <= budget:
-            assert found == reference.forced_token([*output, *path[:length]], budget, "cd", END_IDS, _letters)
+            assert forced == reference.forced_token([*output, *path[:length]], budget, "cd", END_IDS, _letters)
         if length < len(path):
             there.advance(path[length])

@@ -81,9 +81,9 @@ def test_merging_keeps_every_draw_and_duplicates_too(several: list[TokenTree]) -
 def test_a_tree_of_fewer_nodes_keeps_their_draws(tree: TokenTree, data: st.DataObject) -> None:
     wanted = set(data.draw(st.lists(st.integers(0, len(tree) - 1), max_size=4)))
     nodes = sorted({0} | {n for node in wanted for n in tree.path(node)})
-    kept = tree.keep(nodes)
-    assert paths_of(kept) == [tree.path_tokens(node) for node in nodes]
-    assert [kept.path_tokens(d.node) for d in kept.draws] == [
+    pruned = tree.keep(nodes)
+    assert paths_of(pruned) == [tree.path_tokens(node) for node in nodes]
+    assert [pruned.path_tokens(d.node) for d in pruned.draws] == [
         tree.path_tokens(d.node) for d in tree.draws if d.node in nodes
     ]
     assert tree.keep(range(len(tree))) == tree
@@ -107,8 +107,8 @@ def test_distributions_without_the_tokens_drawn_before() -> None:
 @pytest.mark.parametrize("order", [1, -1])
 def test_merged_nodes_belong_to_the_first_drafter(order: int) -> None:
     """The largest tree keeps the numbers of its nodes; draws stay in the order of the trees."""
-    one, two = TokenTree.chain(7, [1, 2], "one"), TokenTree.chain(7, [1, 3, 4], "two")
-    merged = TokenTree.merge([one, two][::order])
+    trees = TokenTree.chain(7, [1, 2], "one"), TokenTree.chain(7, [1, 3, 4], "two")
+    merged = TokenTree.merge(trees[::order])
     assert merged.tokens == (7, 1, 3, 4, 2)
     assert merged.parents == (-1, 0, 1, 2, 1)
     assert merged.drafters() == [None, "one" if order == 1 else "two", "two", "two", "one"]

@@ -157,8 +157,8 @@ def test_the_embedded_head_is_accepted_more_often_than_not_and_changes_no_text()
         outputs = llm.generate(prompts, params, use_tqdm=False)
     with LLM("demo", tree="off") as llm:
         plain = llm.generate(prompts, params, use_tqdm=False)
-    assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in plain]
-    assert sum(one.metrics.speculative_decoding["num_target_passes"] for one in outputs) < 32
+    assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in plain]
+    assert sum(output.metrics.speculative_decoding["num_target_passes"] for output in outputs) < 32
 
 
 def test_an_unpacked_pair_that_was_cut_short_is_unpacked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,14 +20,14 @@ def test_rows_of_different_lengths_get_the_tokens_of_transformers() -> None:
     model = _model()
     prompts = [torch.randint(90, (length,)).tolist() for length in (1, 7, 40)]
     generator = StaticGenerator(model)
-    found = generator.generate(prompts, [0.0] * 3, 40, None)
-    for prompt, said in zip(prompts, found, strict=True):
+    generated = generator.generate(prompts, [0.0] * 3, 40, None)
+    for prompt, said in zip(prompts, generated, strict=True):
         ids = torch.tensor([prompt])
         options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
         wanted = model.generate(ids, max_new_tokens=40, do_sample=False, **options)
         assert said == wanted[0, len(prompt) :].tolist()
-    stop = found[2][5]
-    assert generator.generate(prompts, [0.0] * 3, 40, stop)[2] == found[2][: found[2].index(stop) + 1]
+    stop = generated[2][5]
+    assert generator.generate(prompts, [0.0] * 3, 40, stop)[2] == generated[2][: generated[2].index(stop) + 1]
 
 
 @interpreted
@@ -49,8 +49,8 @@ def test_loss_and_gradient_on_a_device_are_those_of_autograd() -> None:
     wanted, wanted_overlaps = rejection_loss(logits, probs, outputs, weights)
     (3 * wanted).backward()
     again = logits.detach().clone().requires_grad_()
-    found, overlaps = gpu_rows.rejection_loss_on_gpu(again.mul(1.0), probs, outputs, weights)
-    (3 * found).backward()
-    torch.testing.assert_close(found, wanted)
+    loss, overlaps = gpu_rows.rejection_loss_on_gpu(again.mul(1.0), probs, outputs, weights)
+    (3 * loss).backward()
+    torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(overlaps, wanted_overlaps)
     torch.testing.assert_close(again.grad, logits.grad)

@@ -180,7 +180,7 @@ def test_the_cache_lists_models_with_what_is_wrong_with_them(hub: FakeHub, offer
     with pytest.raises(ModelError, match=f"not in the cache; did you mean {BIG}"):
         remove("Qwen/Qwen3-8b-")
     assert remove("a/b-gguf") == 5
-    assert [one.name for one in cached_models()] == [BIG]
+    assert [model.name for model in cached_models()] == [BIG]
 
 
 def test_auto_chooses_a_known_drafter_from_the_cache_or_else_the_hub_or_else_a_lookup(
@@ -274,12 +274,12 @@ def test_a_pickled_model_of_one_layer_may_be_an_eagle_head() -> None:
 def test_the_table_has_small_models_first_and_says_what_is_not_supported() -> None:
     drafters = known_drafters(BIG)
     assert (drafters[0].name, drafters[0].parameters, drafters[0].is_supported) == (SMALL, 0.6, True)
-    assert {one.kind for one in drafters} == {"small model", "EAGLE-3", "DFlash"}
-    assert {one.kind for one in drafters if one.is_supported} == {"small model", "EAGLE-3", "DFlash"}
+    assert {drafter.kind for drafter in drafters} == {"small model", "EAGLE-3", "DFlash"}
+    assert {drafter.kind for drafter in drafters if drafter.is_supported} == {"small model", "EAGLE-3", "DFlash"}
     assert known_drafters(SMALL) == []  # none is small enough
     for same in ("/models/Qwen3-8B-Q4_K_M.gguf", "qwen/qwen3-8b", "cache/models--Qwen--Qwen3-8B/snapshots/0123"):
         assert known_drafters(same) == drafters
-    assert [one.kind for one in known_drafters("deepseek-ai/DeepSeek-V3")] == ["MTP"]
+    assert [drafter.kind for drafter in known_drafters("deepseek-ai/DeepSeek-V3")] == ["MTP"]
     names = known_names()
     assert len(names) == len(set(names)) > 100
     assert all(hub_name(name) == (name, None, None) for name in names)
@@ -308,8 +308,8 @@ def test_a_tokenizer_from_elsewhere(
     with LLM(bare, **options) as llm:
         assert llm.tokenizer is None
     with LLM(bare, tokenizer=tokenizer, **options) as llm:
-        own = llm.generate("the story")[0]
-        assert own.outputs[0].text
+        without = llm.generate("the story")[0]
+        assert without.outputs[0].text
         assert llm.chat([{"role": "user", "content": "the"}])[0].outputs[0].token_ids
     folder = offer("org/tokens")
     assert (locate_tokenizer("org/tokens") / "tokenizer.json").is_file()
@@ -381,10 +381,10 @@ def test_templates_with_a_name_and_weights_of_another_name_are_downloaded(
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
-    found = locate("me/model")
-    assert (found / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
-    assert (found / "consolidated.safetensors").is_file()
-    assert locate("me/model") == found
+    copy = locate("me/model")
+    assert (copy / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+    assert (copy / "consolidated.safetensors").is_file()
+    assert locate("me/model") == copy
 
 
 def test_revisions_are_part_of_names() -> None:
