@@ -76,7 +76,7 @@ def loaded(
     model_folder: Folders, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., LLM]]:
     """Loads a target whose drafter, small or a head, agrees with it partly, and learns fast."""
-    open_ones: list[LLM] = []
+    opened: list[LLM] = []
 
     def load(config: AdaptationConfig = QUICK, kind: str = "small", **settings: Any) -> LLM:
         def make(engine: Any, drafters: Any, folder: Any) -> Adaptation:
@@ -86,11 +86,11 @@ def loaded(
         settings = {"tree": "2,1,1", "adapt_drafters": True, "max_num_seqs": 8} | settings
         changes = {} if kind == "small" else {"num_hidden_layers": 4}
         drafter = model_folder(noise=0.4, tokenizer=True) if kind == "small" else heads[kind]
-        open_ones.append(LLM(model_folder(tokenizer=True, **changes), drafters=[str(drafter)], **settings))
-        return open_ones[-1]
+        opened.append(LLM(model_folder(tokenizer=True, **changes), drafters=[str(drafter)], **settings))
+        return opened[-1]
 
     yield load
-    for llm in open_ones:
+    for llm in opened:
         llm.shutdown()
 
 
@@ -99,15 +99,15 @@ def _trainer(llm: LLM) -> OnlineTrainer:
     return llm.adaptation._trainers[0]
 
 
-def _said(llm: LLM, prompts: Sequence[Any], params: SamplingParams = GREEDY) -> list[list[int]]:
+def _emitted(llm: LLM, prompts: Sequence[Any], params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
 def _tokens_per_pass(llm: LLM, prompts: Sequence[Any]) -> float:
     outputs = llm.generate(prompts, GREEDY)
-    said = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_emitted = sum(len(output.outputs[0].token_ids) for output in outputs)
     passes = sum(int(output.metrics.speculative_decoding["num_target_passes"]) for output in outputs)  # type: ignore[call-overload]
-    return said / passes
+    return num_emitted / passes
 
 
 # ------------------------------------------------------------------------------------- what it does
@@ -128,22 +128,22 @@ def test_outputs_stay_while_drafters_learn_and_are_replaced(
 ) -> None:
     prompts = _prompts(20)
     plain = loaded(kind=kind, adapt_drafters=False, tree="off")
-    wanted, asked = _said(plain, prompts, params), _prompts(3, seed=1)
+    wanted, asked = _emitted(plain, prompts, params), _prompts(3, seed=1)
     plain_streams = [[token for chunk in plain.stream(one, params) for token in chunk.token_ids] for one in asked]
 
     llm = loaded(kind=kind, verification=verification)
-    assert _said(llm, prompts, params) == wanted
+    assert _emitted(llm, prompts, params) == wanted
     stats = _trainer(llm).stats
     streams = [llm.stream(one, params) for one in asked]
-    heard: list[list[int]] = [[*next(stream).token_ids] for stream in streams]
+    streamed: list[list[int]] = [[*next(stream).token_ids] for stream in streams]
     running = list(llm.engine.scheduler.requests())
     assert len(running) == 3
     llm.adapt(600)
     assert stats.num_swaps >= 1, "the drafter should have been replaced while they ran"
     assert not any(request.drafting.is_read for request in running)
-    for stream, tokens in zip(streams, heard, strict=True):
+    for stream, tokens in zip(streams, streamed, strict=True):
         tokens += [token for chunk in stream for token in chunk.token_ids]
-    assert heard == plain_streams
+    assert streamed == plain_streams
 
 
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
@@ -151,7 +151,7 @@ def test_hits_and_tokens_per_pass_rise_on_narrow_traffic(loaded: Callable[..., L
     settings, unseen = {"tree": "1,1,1", "drafter_quantization": quantization}, _prompts(24, seed=5)
     before = _tokens_per_pass(loaded(adapt_drafters=False, **settings), unseen)
     llm = loaded(**settings)
-    _said(llm, _prompts(48))
+    _emitted(llm, _prompts(48))
     llm.adapt(600)
     stats = _trainer(llm).stats
     assert stats.num_swaps >= 1
@@ -164,7 +164,7 @@ def test_it_ends_when_there_is_nothing_left_to_learn(loaded: Callable[..., LLM])
     llm = loaded()
     assert llm.adaptation is not None
     assert not llm.adaptation.work()
-    _said(llm, _prompts(10))
+    _emitted(llm, _prompts(10))
     llm.adapt(600)
     steps = _trainer(llm).stats.num_micro_steps
     assert steps > 0
@@ -174,60 +174,60 @@ def test_it_ends_when_there_is_nothing_left_to_learn(loaded: Callable[..., LLM])
 
 def test_what_is_worse_on_newer_traffic_is_taken_back(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     llm = loaded(adapt_dir=tmp_path / "kept")
-    one = _trainer(llm)
+    trainer = _trainer(llm)
     assert llm.adaptation is not None
-    bad = one._versions.write(lambda folder: _corrupted(one, folder))
-    one._swap_in(one._load(bad))  # as if the evaluation had been passed
-    assert one.current is not one.original
-    original, prompts = one.original.loaded, _prompts(40)
-    assert one._drafter.runner.loaded is not original
-    wanted = _said(loaded(adapt_drafters=False, tree="off"), prompts)
-    assert _said(llm, prompts) == wanted
+    bad = trainer._versions.write(lambda folder: _corrupted(trainer, folder))
+    trainer._swap_in(trainer._load(bad))  # as if the evaluation had been passed
+    assert trainer.current is not trainer.original
+    original, prompts = trainer.original.loaded, _prompts(40)
+    assert trainer._drafter.runner.loaded is not original
+    wanted = _emitted(loaded(adapt_drafters=False, tree="off"), prompts)
+    assert _emitted(llm, prompts) == wanted
     for _ in range(1000):
         llm.adaptation.watch()  # under load, too
-        if one.stats.num_rollbacks:
+        if trainer.stats.num_rollbacks:
             break
-    assert one.stats.num_rollbacks == 1
-    assert one.current is one.original
-    assert one._drafter.runner.loaded is original
+    assert trainer.stats.num_rollbacks == 1
+    assert trainer.current is trainer.original
+    assert trainer._drafter.runner.loaded is original
     assert not list((tmp_path / "kept").glob("*-*")), "it would come back with the next start"
-    assert one.stats.hit_rate == one.stats.original_hit_rate > 0.1
+    assert trainer.stats.hit_rate == trainer.stats.original_hit_rate > 0.1
 
 
-def _corrupted(one: OnlineTrainer, folder: Path) -> None:
-    drafter = TrainableModel.load(one.original.folder)
+def _corrupted(trainer: OnlineTrainer, folder: Path) -> None:
+    drafter = TrainableModel.load(trainer.original.folder)
     with torch.no_grad():
         for weight in drafter.parameters():
             weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
-    drafter.save(folder, one.original.folder)
+    drafter.save(folder, trainer.original.folder)
 
 
 def test_a_round_that_was_left_for_others_goes_on(loaded: Callable[..., LLM]) -> None:
     llm = loaded()
-    one, adaptation = _trainer(llm), llm.adaptation
+    trainer, adaptation = _trainer(llm), llm.adaptation
     assert adaptation is not None
     rounds = 0
-    while not one.stats.num_swaps or not one.stats.num_evaluations:
+    while not trainer.stats.num_swaps or not trainer.stats.num_evaluations:
         llm.generate(_prompts(8, seed=rounds), GREEDY)
         for _ in range(6):  # never long enough for a whole round
             adaptation.work()
         adaptation.watch()
         rounds += 1
         assert rounds < 200, "bursts leave time to learn, but never to examine"
-    assert one.current is not one.original
+    assert trainer.current is not trainer.original
 
 
 def test_what_is_not_finite_is_thrown_away(loaded: Callable[..., LLM], caplog: pytest.LogCaptureFixture) -> None:
     llm = loaded()
-    one = _trainer(llm)
-    _said(llm, _prompts(10))
+    trainer = _trainer(llm)
+    _emitted(llm, _prompts(10))
     with torch.no_grad():
-        next(iter(one._student.drafter.parameters())).fill_(float("nan"))
+        next(iter(trainer._student.drafter.parameters())).fill_(float("nan"))
     llm.adapt(600)
-    assert one.stats.num_restarts == 1
+    assert trainer.stats.num_restarts == 1
     assert "not finite" in caplog.text
-    assert math.isfinite(one.stats.loss), "it goes on from the weights in use"
-    assert all(bool(weight.isfinite().all()) for weight in one._student.drafter.parameters())
+    assert math.isfinite(trainer.stats.loss), "it goes on from the weights in use"
+    assert all(bool(weight.isfinite().all()) for weight in trainer._student.drafter.parameters())
 
 
 @pytest.mark.parametrize("kind", ["cannot be loaded", "is worse as it serves", "does not fit on the disk"])
@@ -235,8 +235,8 @@ def test_a_version_that_cannot_serve_or_is_worse_leaves_nothing(
     kind: str, loaded: Callable[..., LLM], tmp_path: Path
 ) -> None:
     llm = loaded(adapt_dir=tmp_path)
-    one = _trainer(llm)
-    _said(llm, _prompts(16))
+    trainer = _trainer(llm)
+    _emitted(llm, _prompts(16))
     saved = []
 
     def save(folder: Path, origin: Path) -> None:
@@ -244,32 +244,32 @@ def test_a_version_that_cannot_serve_or_is_worse_leaves_nothing(
         if kind == "cannot be loaded":
             (folder / "config.json").write_text("{}")
         elif kind == "is worse as it serves":
-            _corrupted(one, folder)
+            _corrupted(trainer, folder)
         else:
             (folder / "model.safetensors").write_bytes(b"half")
             raise OSError(28, "No space left on device")
 
-    one._student.save = save  # type: ignore[method-assign]
+    trainer._student.save = save  # type: ignore[method-assign]
     with pytest.raises(OSError, match="No space") if "disk" in kind else contextlib.nullcontext():
         llm.adapt(600)
     assert saved
-    assert one.stats.num_swaps == 0
-    assert (one.stats.num_restarts >= 1) is (kind == "cannot be loaded")
-    assert one.current is one.original
+    assert trainer.stats.num_swaps == 0
+    assert (trainer.stats.num_restarts >= 1) is (kind == "cannot be loaded")
+    assert trainer.current is trainer.original
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_held_out_examples_are_never_learned_from(loaded: Callable[..., LLM]) -> None:
     llm = loaded(replace(QUICK, steps_between=4))
-    one = _trainer(llm)
-    _said(llm, _prompts(20))
+    trainer = _trainer(llm)
+    _emitted(llm, _prompts(20))
     learned: set[bytes] = set()
 
     def learn(examples: Sequence[TrainingExample]) -> float:
         learned.update(example.tokens.tobytes() for example in examples)
         return 1.0
 
-    one._student.learn = learn  # type: ignore[method-assign]
+    trainer._student.learn = learn  # type: ignore[method-assign]
     llm.adapt(600)
     assert llm.adaptation is not None
     kept = list(llm.adaptation._traffic)
@@ -522,17 +522,17 @@ def test_replaced_weights_guess_as_if_they_had_always_been_there(
 def test_what_was_learned_is_taken_up_at_the_next_start(loaded: Callable[..., LLM], tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     llm = loaded(adapt_dir=folder)
-    _said(llm, _prompts(16))
+    _emitted(llm, _prompts(16))
     llm.adapt(600)
-    one = _trainer(llm)
-    assert one.stats.num_swaps >= 1
-    origin = one.original.folder
+    trainer = _trainer(llm)
+    assert trainer.stats.num_swaps >= 1
+    origin = trainer.original.folder
     untouched = {file.name: file.read_bytes() for file in origin.iterdir()}
-    kept = one.current.folder
+    kept = trainer.current.folder
     assert kept.parent == folder
     weights = load_model(kept, torch.float32, CPU)  # an ordinary folder
     example = _example(3, 40)
-    wanted = served_hits(one.current.loaded, example, VOCAB)
+    wanted = served_hits(trainer.current.loaded, example, VOCAB)
     assert np.array_equal(served_hits(weights, example, VOCAB), wanted)
     assert len(list(folder.glob("*-*"))) <= 2
     with pytest.raises(ValueError, match="in use by another engine"):
@@ -551,9 +551,9 @@ def test_damaged_and_foreign_versions_are_left_aside(
     damage: str, loaded: Callable[..., LLM], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = loaded(adapt_dir=tmp_path)
-    one = _trainer(llm)
-    source = one.original.folder if damage != "shape" else save_model(tmp_path / "wide", hidden_size=64)
-    kept = one._versions.store(one._versions.write(lambda folder: _copied(source, folder)))
+    trainer = _trainer(llm)
+    source = trainer.original.folder if damage != "shape" else save_model(tmp_path / "wide", hidden_size=64)
+    kept = trainer._versions.store(trainer._versions.write(lambda folder: _copied(source, folder)))
     llm.shutdown()
     if damage == "weights":
         content = bytearray((kept / "model.safetensors").read_bytes())
@@ -699,13 +699,13 @@ def test_served_answers_stay_while_drafters_learn(
 ) -> None:
     monkeypatch.setattr(thread, "IDLE_SECONDS", 0.0)
     caplog.set_level(logging.INFO, "specinfer")
-    prompts = [one["prompt_token_ids"] for one in _prompts(20)]
+    prompts = [prompt["prompt_token_ids"] for prompt in _prompts(20)]
     wanted = {
         str(ids): out
-        for ids, out in zip(prompts, _said(loaded(adapt_drafters=False, tree="off"), _prompts(20)), strict=True)
+        for ids, out in zip(prompts, _emitted(loaded(adapt_drafters=False, tree="off"), _prompts(20)), strict=True)
     }
     llm = loaded()
-    one = _trainer(llm)
+    trainer = _trainer(llm)
 
     async def ask(client: httpx.AsyncClient, ids: list[int]) -> None:
         body = {"prompt": ids, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
@@ -717,14 +717,14 @@ def test_served_answers_stay_while_drafters_learn(
         await asyncio.gather(*(ask(client, ids) for ids in prompts))
         for _ in range(600):
             await ask(client, prompts[0])  # again and again, while it learns
-            if one.stats.num_swaps:
+            if trainer.stats.num_swaps:
                 break
             await asyncio.sleep(0.05)
         await asyncio.gather(*(ask(client, ids) for ids in prompts))
         return metrics.scrape().decode()
 
     text = serve(llm, body)
-    assert one.stats.num_swaps >= 1
+    assert trainer.stats.num_swaps >= 1
     assert "is replaced by what it has learned" in caplog.text
     samples = {
         (sample.name, sample.labels.get("version")): sample.value

@@ -183,7 +183,7 @@ def test_a_miss_is_no_hit_in_a_large_vocabulary() -> None:
     assert not predictions.hits.any()
 
 
-# -------------------------------------------------------------------------------------------- marks
+# -------------------------------------------------------------------------------------- predictions
 
 
 class Drafts:
