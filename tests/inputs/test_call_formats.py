@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from call_templates import CALLS, FUNCTIONS, template_of, written
 from specinfer import SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.inputs.chat.forms import written_calls
 from specinfer.inputs.chat.output_formats import OutputFormats
 from specinfer.inputs.formats.argument_grammar import CallableFunction
 from specinfer.inputs.formats.call_grammar import CallGrammar
@@ -36,7 +37,6 @@ from specinfer.inputs.formats.calls import (
     TaggedArguments,
 )
 from specinfer.inputs.formats.parser import OutputDelta, OutputParser
-from specinfer.inputs.formats.writing import written_calls
 from specinfer.inputs.prompts import PromptReader
 from talking import make_talker
 

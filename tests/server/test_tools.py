@@ -15,6 +15,7 @@ from serving import app_of, served
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.errors import RequestError
 from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.inputs.chat.forms import written_calls
 from specinfer.inputs.chat.template import SpecialToken
 from specinfer.inputs.formats.calls import (
     HERMES,
@@ -22,7 +23,6 @@ from specinfer.inputs.formats.calls import (
     MISTRAL,
 )
 from specinfer.inputs.formats.parser import OutputParser
-from specinfer.inputs.formats.writing import written_calls
 from specinfer.inputs.prompts import PromptReader
 from specinfer.server.json_body import read_generated
 from specinfer.server.tools import ToolPlan, ignored_tools, plan_tools, tools_of_functions

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specinfer.inputs.chat.forms import written_calls
 from specinfer.inputs.formats.calls import BracedArguments, CallFormat, KeywordArguments, TaggedArguments
-from specinfer.inputs.formats.writing import written_calls
 
 SCHEMA = {
     "type": "object",

@@ -1,11 +1,16 @@
-"""Control tokens in clients' texts: they are found and broken in two, so that no tokenizer can join them."""
+"""Control tokens in clients' texts: they are found and broken in two, so that no tokenizer can join them.
+
+They are broken by a character that is in none of the texts.
+"""
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from specinfer.core.errors import RequestError
+
+_BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: these characters have no meaning in text
 
 
 class ControlTokens:
@@ -68,3 +73,36 @@ class _Lookup:
             start = found.start()
             if any(text[start : start + length] in self._texts for length in self._lengths[found[0]]):
                 yield start
+
+
+def breaks_for(texts: Sequence[str]) -> tuple[str, str]:
+    """Return two characters that are in none of the texts."""
+    used = set().union(*texts)
+    unused = (char for char in map(chr, _BREAKS) if char not in used)
+    try:
+        return next(unused), next(unused)
+    except StopIteration:
+        raise RequestError("messages: hold every character of Unicode's private use; leave some out") from None
+
+
+def has_in_order(text: str, wanted: Sequence[str]) -> bool:
+    """Return whether texts are in another one, each after the one before it; all together it is read once."""
+    at = 0
+    for one in wanted:
+        at = text.find(one, at)
+        if at < 0:
+            return False
+        at += len(one)
+    return True
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield all texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from (*texts_in(key), *texts_in(inner))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from texts_in(inner)

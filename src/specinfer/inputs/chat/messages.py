@@ -1,8 +1,6 @@
 """Messages of a conversation, checked and converted to the form that chat templates read.
 
-Contents become text, and arguments of calls become objects. What templates have no place for is dropped. For one
-without tools, the tools are written into the system message, and calls and results into message texts, in the format
-of Hermes.
+Contents become text, and arguments of calls become objects. What templates have no place for is dropped.
 """
 
 import hashlib
@@ -14,7 +12,6 @@ from typing import Any
 from specinfer.core.errors import RequestError
 from specinfer.inputs.formats.arguments import is_deep
 from specinfer.inputs.formats.calls import CallFormat
-from specinfer.inputs.formats.writing import written_calls
 
 Message = dict[str, Any]
 
@@ -29,17 +26,6 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of an answer'
 _READ = {"role", "content", "tool_calls", "function_call", "name", "tool_name", "refusal", "tool_call_id", *THOUGHTS}
 _OF_ANSWERS = {"annotations", "audio", "id", "phase", "status", "type"}  # fields of answers, which clients send back
 _SHORT_ID = 9
-_INSTRUCTIONS = """You may call functions to help with the user's request. The functions, as JSON:
-
-<tools>
-{tools}
-</tools>
-
-To call one, write this and nothing after it, with the function's name and its arguments as a JSON object:
-
-<tool_call>
-{{"name": "...", "arguments": {{...}}}}
-</tool_call>"""
 
 
 def read_messages(messages: Any, *, has_developer: bool, call_format: CallFormat) -> list[Message]:
@@ -82,45 +68,6 @@ def _complete(result: Message, waiting: list[tuple[str, str]], default_id: str) 
     if call in waiting:
         waiting.remove(call)
     result |= {"tool_call_id": call[0]} | ({"name": name or call[1]} if name or call[1] else {})
-
-
-def add_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[Message]:
-    """Return a conversation for a template that does not know tools."""
-    result = [
-        {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-        if message["role"] == "tool"
-        else message
-        for message in messages
-    ]
-    if not tools:
-        return result
-    text = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    first = result[0]
-    if first["role"] == "system":
-        result[0] = first | {"content": f"{first['content']}\n\n{text}".lstrip()}
-    else:
-        result.insert(0, {"role": "system", "content": text})
-    return result
-
-
-def as_written(message: Message, call_format: CallFormat) -> Message:
-    """Return a message with its calls as the template takes them: as text of the content if it leaves calls out."""
-    if "tool_calls" not in message:
-        return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    if call_format.writes_calls and call_format.is_native:
-        if not call_format.has_text_arguments:
-            return message
-        texts = [function | {"arguments": _as_text(function["arguments"])} for function in functions]
-        calls = zip(message["tool_calls"], texts, strict=True)
-        return message | {"tool_calls": [call | {"function": function} for call, function in calls]}
-    text = written_calls(call_format, [(function["name"], function["arguments"]) for function in functions])
-    content = f"{message['content']}\n{text}" if message["content"] else text
-    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
-
-
-def _as_text(arguments: Mapping[str, Any] | str) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def unread_keys(messages: Any) -> list[str]:

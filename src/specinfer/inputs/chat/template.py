@@ -7,7 +7,7 @@ one, so no tokenizer can join them. Other conversations are encoded as a whole, 
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,15 +16,14 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
 from specinfer.core.config import AUTO
 from specinfer.core.errors import RequestError, first_line
-from specinfer.inputs.chat.control_tokens import ControlTokens
-from specinfer.inputs.chat.forms import forms_of, system_texts
-from specinfer.inputs.chat.messages import THOUGHTS, Message, add_tools, as_written, read_messages
+from specinfer.inputs.chat.control_tokens import ControlTokens, breaks_for, has_in_order, texts_in
+from specinfer.inputs.chat.forms import add_tools, as_written, forms_of, system_texts
+from specinfer.inputs.chat.messages import THOUGHTS, Message, read_messages
 from specinfer.inputs.chat.output_formats import OutputFormats
 from specinfer.inputs.formats.lark import SpecialToken
 from specinfer.inputs.prompt_limits import PromptLimits
 
 logger = logging.getLogger(__name__)
-_BREAKS = range(0x10FFFD, 0x100000, -1)  # private use: these characters have no meaning in text
 _MAX_KWARGS = 32
 _MAX_KWARG_CHARACTERS = 16_384
 # Names that the renderer or any template uses, whether this template mentions them or not.
@@ -204,9 +203,9 @@ class ChatTemplate:
         goes_on: bool,
     ) -> list[int]:
         given = {key: value for key, value in options.items() if key != "chat_template"}
-        texts = list(_texts([conversation, given]))
+        texts = list(texts_in([conversation, given]))
         self._limits.check_characters(sum(map(len, texts)), "messages")
-        mark, end = _breaks_for(texts)
+        mark, end = breaks_for(texts)
         options = options | code.control.broken(given, mark)
         wanted = [str(code.control.broken(text, mark, is_data=False)).strip() for text in system_texts(conversation)]
         broken = (
@@ -240,7 +239,7 @@ class ChatTemplate:
             except RequestError as error:
                 refusal = refusal or error
             else:
-                if _has_in_order(rendered[-1], wanted):
+                if has_in_order(rendered[-1], wanted):
                     return rendered[-1]
         if not rendered:
             assert refusal is not None
@@ -270,36 +269,3 @@ class ChatTemplate:
         """Encode a piece from within a text: at the start of a text, some tokenizers put a space before it."""
         before, ids = self._encode_text("\n"), self._encode_text("\n" + text)
         return ids[len(before) :] if ids[: len(before)] == before else self._encode_text(text)
-
-
-def _breaks_for(texts: Sequence[str]) -> tuple[str, str]:
-    """Return two characters that are in none of the texts."""
-    used = set().union(*texts)
-    unused = (char for char in map(chr, _BREAKS) if char not in used)
-    try:
-        return next(unused), next(unused)
-    except StopIteration:
-        raise RequestError("messages: hold every character of Unicode's private use; leave some out") from None
-
-
-def _has_in_order(text: str, wanted: Sequence[str]) -> bool:
-    """Return whether texts are in another one, each after the one before it; all together it is read once."""
-    at = 0
-    for one in wanted:
-        at = text.find(one, at)
-        if at < 0:
-            return False
-        at += len(one)
-    return True
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from (*_texts(key), *_texts(inner))
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _texts(inner)
