@@ -73,10 +73,10 @@ class CustomInputs:
             if not self._pending.startswith(self._expected[0]):
                 return ""
             self._pending = self._pending.removeprefix(self._expected.pop(0))
-        found = _CHARACTERS.match(self._pending)
-        assert found is not None
-        self._pending = self._pending[found.end() :]
-        value: str = json.loads(f'"{found[0]}"', strict=False)
+        match = _CHARACTERS.match(self._pending)
+        assert match is not None
+        self._pending = self._pending[match.end() :]
+        value: str = json.loads(f'"{match[0]}"', strict=False)
         return value
 
 

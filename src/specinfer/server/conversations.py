@@ -49,9 +49,9 @@ class Conversation:
         if isinstance(error, ContextLengthError):  # of a conversation that was not encoded
             return too_long(self.name, error.num_tokens, error.max_model_len, is_encoded=False)
         message = str(error)
-        if found := re.match(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?", message):
-            places = self.places[int(found[1])]
-            return reworded(error, places[0 if found[2] is None else int(found[2]) + 1] + message[found.end() :])
+        if match := re.match(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?", message):
+            places = self.places[int(match[1])]
+            return reworded(error, places[0 if match[2] is None else int(match[2]) + 1] + message[match.end() :])
         return reworded(error, re.sub(r"^messages\b", self.name, message))
 
     def add(self, message: dict[str, Any], place: str) -> None:

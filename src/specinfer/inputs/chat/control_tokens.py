@@ -69,9 +69,9 @@ class _Lookup:
         self._first = re.compile("|".join(map(re.escape, self._lengths)) or "(?!)")
 
     def starts(self, text: str) -> Iterator[int]:
-        for found in self._first.finditer(text):
-            start = found.start()
-            if any(text[start : start + length] in self._texts for length in self._lengths[found[0]]):
+        for match in self._first.finditer(text):
+            start = match.start()
+            if any(text[start : start + length] in self._texts for length in self._lengths[match[0]]):
                 yield start
 
 

@@ -21,10 +21,10 @@ _TEXT_TYPES = ({"string"}, {"string", "null"})
 def json_of_keywords(text: str) -> str | None:
     """Return the arguments of a Python call as a JSON object, or None if they cannot be read."""
 
-    def converted(found: re.Match[str]) -> str:
-        if found["text"] is not None:
-            return json.dumps(_unescaped(found["text"][1:-1]), ensure_ascii=False)
-        return f'"{found["key"]}":' if found["key"] is not None else _WORDS[found[0]]
+    def converted(match: re.Match[str]) -> str:
+        if match["text"] is not None:
+            return json.dumps(_unescaped(match["text"][1:-1]), ensure_ascii=False)
+        return f'"{match["key"]}":' if match["key"] is not None else _WORDS[match[0]]
 
     return _checked("{" + _PYTHON.sub(converted, text).strip().removesuffix(",") + "}")
 
@@ -102,10 +102,10 @@ def _refuse(constant: str) -> None:
 def _unescaped(text: str) -> str:
     """Return the text that a Python literal without its quotes stands for."""
 
-    def character(found: re.Match[str]) -> str:
-        digits = found[1] or found[2] or found[3]
+    def character(match: re.Match[str]) -> str:
+        digits = match[1] or match[2] or match[3]
         if digits is None:
-            return _ESCAPES.get(found[4], found[4] if found[4] in "\\'\"" else found[0])
-        return chr(int(digits, 16)) if int(digits, 16) < 0x110000 else found[0]
+            return _ESCAPES.get(match[4], match[4] if match[4] in "\\'\"" else match[0])
+        return chr(int(digits, 16)) if int(digits, 16) < 0x110000 else match[0]
 
     return _ESCAPE.sub(character, text)

@@ -44,9 +44,9 @@ class Literals:
 
     def _pieces(self, text: str) -> list[str]:
         pieces, at = [], 0
-        for found in self._pattern.finditer(text):
-            pieces += [quoted(text[at : found.start()]), f"<[{self._tokens[found[0]]}]>"]
-            at = found.end()
+        for match in self._pattern.finditer(text):
+            pieces += [quoted(text[at : match.start()]), f"<[{self._tokens[match[0]]}]>"]
+            at = match.end()
         return [piece for piece in (*pieces, quoted(text[at:])) if piece]
 
 

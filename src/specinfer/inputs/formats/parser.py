@@ -148,10 +148,10 @@ class OutputParser:
             pattern += rf"|^[ \t]*(?P<other>{'|'.join(map(re.escape, sorted(others, reverse=True)))})"
         openers = re.compile(pattern, re.MULTILINE)
         while (yield from scanner.wait_for_text()):
-            for found in openers.finditer(scanner.pending):
-                is_other = found.lastgroup == "other"
-                if not is_other or found.start() or self._is_blank_line:
-                    self._send_first(found.start("other" if is_other else 0))
+            for match in openers.finditer(scanner.pending):
+                is_other = match.lastgroup == "other"
+                if not is_other or match.start() or self._is_blank_line:
+                    self._send_first(match.start("other" if is_other else 0))
                     return True
             keep = max(overlap(scanner.pending, trigger), self._begun(others))
             self._send_first(len(scanner.pending) - keep)

@@ -92,8 +92,8 @@ class Scanner:
         pattern = _WORD_TO_COLON if stop == ":" else _WORD
         while True:
             self.skip_spaces()
-            found = pattern.match(self.pending)
-            end = 0 if found is None else found.end()
+            match = pattern.match(self.pending)
+            end = 0 if match is None else match.end()
             if end < len(self.pending):
                 return self._take_first(end) or None
             if not (yield from self.wait()):
@@ -103,9 +103,9 @@ class Scanner:
         """Take a short JSON string and return its text; None if there is none."""
         while True:
             self.skip_spaces()
-            if (found := _QUOTED.match(self.pending)) is not None:
+            if (match := _QUOTED.match(self.pending)) is not None:
                 try:
-                    text: str = json.loads(self._take_first(found.end()))
+                    text: str = json.loads(self._take_first(match.end()))
                 except ValueError:  # an escape that JSON does not have
                     return None
                 return text
@@ -122,11 +122,11 @@ class Scanner:
         """
         pattern = re.compile("|".join(map(re.escape, marks)))
         while (yield from self.wait_for_text()):
-            found = pattern.search(self.pending)
-            if found is not None:
-                text, self.pending = self.pending[: found.start()], self.pending[found.end() :]
+            match = pattern.search(self.pending)
+            if match is not None:
+                text, self.pending = self.pending[: match.start()], self.pending[match.end() :]
                 send(text)
-                return found[0]
+                return match[0]
             if not (yield from self._send_all_but(marks, send, drops_rest=drops_begun)):
                 break
         return None
@@ -143,17 +143,17 @@ class Scanner:
         while (yield from self.wait_for_text()):
             text, at = self.pending, int(is_escaped)
             is_escaped = False
-            while (found := structure.search(text, at)) is not None:
-                at = found.end()
-                if found[0] == "\\":
+            while (match := structure.search(text, at)) is not None:
+                at = match.end()
+                if match[0] == "\\":
                     is_escaped = bool(quote) and at == len(text)
                     at += bool(quote)
                 elif quote:
-                    quote = "" if found[0] == quote else quote
-                elif found[0] in quotes:
-                    quote = found[0]
+                    quote = "" if match[0] == quote else quote
+                elif match[0] in quotes:
+                    quote = match[0]
                 else:
-                    depth += 1 if found[0] in "([{" else -1
+                    depth += 1 if match[0] in "([{" else -1
                     if depth == 0:
                         self.pending = text[at:]
                         send(text[:at])

@@ -67,8 +67,8 @@ def merged(texts: Mapping[str, str]) -> str:
                 if is_new:
                     head.append(line)
                 continue
-            found = _SAMPLE.fullmatch(line)
-            assert found is not None, line
-            labels = f'replica="{replica}"' + (f",{found[2]}" if found[2] else "")
-            samples.setdefault(family, []).append(f"{found[1]}{{{labels}}} {found[3]}")
+            match = _SAMPLE.fullmatch(line)
+            assert match is not None, line
+            labels = f'replica="{replica}"' + (f",{match[2]}" if match[2] else "")
+            samples.setdefault(family, []).append(f"{match[1]}{{{labels}}} {match[3]}")
     return "".join(f"{line}\n" for family, head in heads.items() for line in [*head, *samples.get(family, ())])

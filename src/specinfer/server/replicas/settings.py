@@ -59,10 +59,10 @@ def read_counts(words: str) -> tuple[int, int]:
     Raises:
         ValueError: The text does not have this form.
     """
-    found = _COUNTS.fullmatch(words.strip())
-    if found is None:
+    match = _COUNTS.fullmatch(words.strip())
+    if match is None:
         raise ValueError(f"replicas: {words!r:.40} is not a number of replicas; write 2, or 1:3 for one to three")
-    return int(found[1]), int(found[2] or found[1])
+    return int(match[1]), int(match[2] or match[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
