@@ -164,25 +164,25 @@ class JobReader:
         """
         if not (isinstance(prompt, Mapping) and "reasoning" in prompt):
             return None if params.thinking_token_budget is None else self._reader.reasoning_of(ids)
-        found = prompt["reasoning"]
-        if not isinstance(found, Reasoning | None):
-            raise RequestError(f"reasoning: give a Reasoning, or leave it out, not {found!r:.60}")
-        if found is not None and self._reader.tokenizer is None:
+        given = prompt["reasoning"]
+        if not isinstance(given, Reasoning | None):
+            raise RequestError(f"reasoning: give a Reasoning, or leave it out, not {given!r:.60}")
+        if given is not None and self._reader.tokenizer is None:
             raise RequestError("reasoning: this model has no tokenizer; leave it out")
-        return found
+        return given
 
     def bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each bad word, at the start of a text and after a space."""
         if params.bad_words and self._reader.tokenizer is None:
             raise RequestError("bad_words: this model has no tokenizer; use logit_bias")
-        found: dict[tuple[int, ...], None] = {}
+        words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             bare = word.lstrip(" ")
             for text in (bare, " " + bare):
                 ids = self._reader.texts.encode(text, "bad_words", add_special_tokens=False)
                 if ids and max(ids) < self._reader.vocab_size:
-                    found[tuple(ids)] = None
-        return tuple(found)
+                    words[tuple(ids)] = None
+        return tuple(words)
 
     def prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Return the tokens of the text that the output is likely to resemble, as many as an output can have."""

@@ -165,9 +165,9 @@ def _read_answer(answer: bytes | None, field: str, num_bytes: int) -> list[int] 
         raise RequestError(f"{field}: takes more than {limits} to read; shorten it")
     kind, rest = answer[:1], answer[1:]
     if kind == _IDS:
-        found, ids = memoryview(rest).cast("i"), list[int]()
-        for start in range(0, len(found), _IDS_AT_ONCE):
-            ids += found[start : start + _IDS_AT_ONCE].tolist()
+        numbers, ids = memoryview(rest).cast("i"), list[int]()
+        for start in range(0, len(numbers), _IDS_AT_ONCE):
+            ids += numbers[start : start + _IDS_AT_ONCE].tolist()
         return ids
     if kind == _TEXT:
         return rest.decode()
@@ -183,13 +183,13 @@ def _prepare(job: bytes) -> Callable[[bytes], bytes]:
     def answer(question: bytes) -> bytes:
         method, values, options = pickle.loads(question)
         try:
-            found = getattr(reader, method)(*values, **options)
+            result = getattr(reader, method)(*values, **options)
         except RequestError as error:
             length = list(vars(error).values()) if isinstance(error, ContextLengthError) else None
             return _REFUSED + json.dumps([str(error), length]).encode()
-        if isinstance(found, str):
-            return _TEXT + found.encode(errors="replace")
-        return _IDS + array("i", found).tobytes()
+        if isinstance(result, str):
+            return _TEXT + result.encode(errors="replace")
+        return _IDS + array("i", result).tobytes()
 
     return answer
 

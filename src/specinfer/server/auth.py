@@ -72,13 +72,13 @@ class Guard:
         scheme, _, bearer = headers.get(b"authorization", "").partition(" ")
         given = [bearer.strip() if scheme.lower() == "bearer" else ""]
         given += [headers.get(b"api-key", ""), headers.get(b"x-api-key", "")]
-        found = ""
+        tenant = ""
         for key in filter(None, given):
             digest = _digest(key)
             for known, name in self._digests.items():  # compare with all, so that the time reveals nothing
                 if hmac.compare_digest(digest, known):
-                    found = name
-        return found
+                    tenant = name
+        return tenant
 
     def _check_host(self, host: str) -> None:
         name = _host_name(host)

@@ -80,9 +80,9 @@ def written_ids(path: Path) -> set[str]:
     Raises:
         ValueError: The file is not the output of a batch.
     """
-    found: set[str] = set()
+    ids: set[str] = set()
     if not path.exists():
-        return found
+        return ids
     end = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -93,11 +93,11 @@ def written_ids(path: Path) -> set[str]:
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"output_file: {path}, line {number} is not a line of a batch's output") from error
             if name is not None:
-                found.add(name)
+                ids.add(name)
             end += len(line)
     with path.open("r+b") as file:
         file.truncate(end)
-    return found
+    return ids
 
 
 async def run_lines(

@@ -144,8 +144,8 @@ def infill_ids(tokenizer: Any, reader: PromptReader, prefix: str, suffix: str, *
 
 def _id_of(tokenizer: Any, token: str) -> int | None:
     """Return a token's id, or None: tokenizers return the id of the unknown token for a missing one."""
-    found = tokenizer.convert_tokens_to_ids(token)
-    return found if isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == token else None
+    number = tokenizer.convert_tokens_to_ids(token)
+    return number if isinstance(number, int) and tokenizer.convert_ids_to_tokens(number) == token else None
 
 
 router = APIRouter(route_class=ParsedRoute)

@@ -89,9 +89,9 @@ async def queue_conversation(
         named: Returns an error with the names of that API's fields.
     """
     try:
-        found = await call.read(read)
-        (generation,) = await call.submit([(found.ids, found.params)], found.plan.reasoning)
-        return found, generation
+        conversation = await call.read(read)
+        (generation,) = await call.submit([(conversation.ids, conversation.params)], conversation.plan.reasoning)
+        return conversation, generation
     except RequestError as error:
         raise named(error) from error
 

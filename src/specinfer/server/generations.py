@@ -27,7 +27,7 @@ async def finish_all(generations: Sequence[Generation]) -> list[list[TextChunk]]
     Raises:
         ApiError: One of the outputs failed.
     """
-    found: list[list[TextChunk]] = []
+    ended: list[list[TextChunk]] = []
     num_nodes = 0
     try:
         for generation in generations:
@@ -38,10 +38,10 @@ async def finish_all(generations: Sequence[Generation]) -> list[list[TextChunk]]
                     num_nodes += 1 + len(step.nodes)
                     if num_nodes <= _MAX_TRACED_NODES:  # a stream has later steps, too
                         steps[chunk.index].append(step)
-            found.append([_as_chunk(output, steps[output.index]) for output in generation.output().outputs])
+            ended.append([_as_chunk(output, steps[output.index]) for output in generation.output().outputs])
     finally:
         close_all(generations)
-    return found
+    return ended
 
 
 def _as_chunk(output: CompletionOutput, steps: list[StepTrace]) -> TextChunk:

@@ -51,14 +51,14 @@ def named(keys: Collection[str], settings: Mapping[str, KeySettings]) -> dict[st
     Raises:
         ValueError: Two keys have one name.
     """
-    found: dict[str, KeySettings] = {}
+    by_name: dict[str, KeySettings] = {}
     for i, key in enumerate(keys, 1):
         each = settings.get(key, KeySettings())
         name = each.name or f"key-{i}"
-        if name in found:
+        if name in by_name:
             raise ValueError(f"api_key_file: two keys have the name {name}; give each a name of its own")
-        found[name] = each
-    return found
+        by_name[name] = each
+    return by_name
 
 
 def read_key_file(path: str, text: str) -> dict[str, KeySettings]:

@@ -43,11 +43,11 @@ class TokenTexts:
         """
         if self._as_ids:
             return f"token_id:{token}"
-        found = self.bytes(token)
+        raw = self.bytes(token)
         try:
-            return found.decode()
+            return raw.decode()
         except UnicodeDecodeError:
-            return part + "".join(f"\\x{byte:02x}" for byte in found)
+            return part + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 _TOKEN_TEXT: "weakref.WeakKeyDictionary[LLM, TokenText | None]" = weakref.WeakKeyDictionary()
@@ -119,8 +119,8 @@ def chat_logprobs(
 def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None], texts: TokenTexts) -> list[dict[str, Any] | None]:
     """Return vLLM's format: for each prompt token an object by token id."""
 
-    def shown(token: int, found: Logprob) -> dict[str, Any]:
-        return {"logprob": _finite(found.logprob), "rank": found.rank, "decoded_token": texts.name(token)}
+    def shown(token: int, logprob: Logprob) -> dict[str, Any]:
+        return {"logprob": _finite(logprob.logprob), "rank": logprob.rank, "decoded_token": texts.name(token)}
 
     return [None if known is None else {str(t): shown(t, p) for t, p in known.items()} for known in logprobs]
 

@@ -95,7 +95,7 @@ class _OneLine(logging.Formatter):
     """A format with escaped control characters: text of a client cannot look like a log line of the server."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # overrides logging's name
-        return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", super().formatMessage(record))
+        return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", super().formatMessage(record))
 
 
 def _add_request(record: logging.LogRecord) -> bool:

@@ -185,10 +185,10 @@ async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | Completio
         prompt = read_prompt(engine.llm, asked.prompt, asked, params)
         return ReadConversation(prompt.ids, prompt.params, ToolPlan())
 
-    found, generation = await queue_conversation(call, read, lambda error: reworded(error, renamed(str(error), _NAMES)))
+    taken, generation = await queue_conversation(call, read, lambda error: reworded(error, renamed(str(error), _NAMES)))
     texts = await TokenTexts.from_engine(engine) if fields.logprobs else None
-    pieces = Pieces(fields.model or call.model, kind, generation, found.blocks(), texts, fields.top_logprobs or 0)
-    return PendingResponse(asked, [generation], pieces, found.ignored, _NAMES)
+    pieces = Pieces(fields.model or call.model, kind, generation, taken.blocks(), texts, fields.top_logprobs or 0)
+    return PendingResponse(asked, [generation], pieces, taken.ignored, _NAMES)
 
 
 def served_name(request: Request, name: str | None) -> str | None:

@@ -139,10 +139,10 @@ def _model_info(llm: LLM, family: str, name: str) -> dict[str, Any]:
 
 def _capabilities(llm: LLM) -> list[str]:
     reader = llm.reader
-    found = {
+    capabilities = {
         "completion": True,
         "tools": bool(reader.chat_template),
         "insert": can_infill(reader.special_tokens),
         "thinking": reader.reasoning_format is not None,
     }
-    return [name for name, has_it in found.items() if has_it]
+    return [name for name, has_it in capabilities.items() if has_it]

@@ -53,13 +53,13 @@ class Asset:
 @cache
 def assets() -> dict[str, Asset]:
     """Return the page's files by name."""
-    found = {}
+    by_name = {}
     for file in files("specinfer.server").joinpath("static").iterdir():
         kind = _TYPES.get(file.name.rpartition(".")[2])
         if kind is not None:
             body = file.read_bytes()
-            found[file.name] = Asset(body, kind, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
-    return found
+            by_name[file.name] = Asset(body, kind, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return by_name
 
 
 @router.api_route("/", methods=["GET", "HEAD"])

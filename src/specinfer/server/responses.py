@@ -86,13 +86,13 @@ async def _read(call: Call, fields: ResponsesFields) -> tuple[ReadConversation, 
         conversation = read_input(fields)
         tools, calls = flat_tools([*(fields.tools or ()), *added_tools(fields.input)])
         try:
-            found = read_conversation(call.state.engine.llm, fields.as_chat(conversation.messages, tools))
+            asked = read_conversation(call.state.engine.llm, fields.as_chat(conversation.messages, tools))
         except RequestError as error:
             named = conversation.named(error)
             raise reworded(named, renamed(str(named), _NAMES)) from error
-        names = [re.sub("^messages", conversation.name, name) for name in found.ignored]
+        names = [re.sub("^messages", conversation.name, name) for name in asked.ignored]
         ignored = [*fields.unread_keys(), *dict.fromkeys(conversation.ignored), *names]
-        return replace(found, ignored=ignored), calls
+        return replace(asked, ignored=ignored), calls
 
     return await call.read(read)
 

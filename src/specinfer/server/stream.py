@@ -105,8 +105,8 @@ def dialect_of(path: str) -> Dialect:
 def code_of(body: bytes) -> str | None:
     """Return the code of an error in any dialect, or None if the body is none."""
     try:
-        found = json.loads(body)
-        return str(found["code"] if "code" in found else found["error"]["code"])
+        content = json.loads(body)
+        return str(content["code"] if "code" in content else content["error"]["code"])
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -226,8 +226,8 @@ def _read_choice(choice: Any, names: list[str]) -> tuple[str, list[str]]:
         raise RequestError(f'{field}.mode: use "auto" or "required", not {mode!r:.60}')
     if not isinstance(listed, list) or not listed:
         raise RequestError(f"{field}.tools: list at least one function")
-    found = [_named(f"{field}.tools[{i}]", one, names) for i, one in enumerate(listed) if not _is_ignored(one)]
-    return mode, list(dict.fromkeys(found))
+    chosen = [_named(f"{field}.tools[{i}]", one, names) for i, one in enumerate(listed) if not _is_ignored(one)]
+    return mode, list(dict.fromkeys(chosen))
 
 
 def _named(field: str, choice: Any, names: list[str]) -> str:

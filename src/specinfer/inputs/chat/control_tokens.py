@@ -24,11 +24,11 @@ class ControlTokens:
 
     def __init__(self, tokens: Iterable[Any], literals: str, normalize: Callable[[str], str] | None = None) -> None:
         # A token of one character cannot be broken, and is like any other text.
-        found = [token for token in tokens if len(token.content) > 1 and not token.content.isspace()]
-        special = {token.content for token in found if token.special}
+        breakable = [token for token in tokens if len(token.content) > 1 and not token.content.isspace()]
+        special = {token.content for token in breakable if token.special}
         self._special = _Lookup(special)
-        self._all = _Lookup(special | {token.content for token in found if token.content in literals})
-        self._normalize = normalize if any(token.normalized for token in found) else None
+        self._all = _Lookup(special | {token.content for token in breakable if token.content in literals})
+        self._normalize = normalize if any(token.normalized for token in breakable) else None
 
     def broken(self, value: Any, mark: str, *, is_data: bool = True) -> Any:
         """Return the value with the mark after the first character of each control token in it.

@@ -87,21 +87,21 @@ def _with_single_calls(message: Message) -> list[Message]:
 
 def _alternating(messages: Sequence[Message]) -> list[Message]:
     """Return messages of which neighbours of one role are joined, with empty ones where a turn is missing."""
-    found: list[Message] = []
+    turns: list[Message] = []
     turn = "assistant"  # whose turn was the last one; calls are no turns
     for message in messages:
         added = message | {"role": "user"} if message["role"] in _SYSTEM else message
         role, is_turn = added["role"], added["role"] != "tool" and "tool_calls" not in added
-        if found and found[-1]["role"] == role != "tool" and "tool_calls" not in found[-1]:
-            texts = (found[-1]["content"], added["content"])
-            found[-1] = added | {"content": "\n\n".join(filter(None, texts))}
+        if turns and turns[-1]["role"] == role != "tool" and "tool_calls" not in turns[-1]:
+            texts = (turns[-1]["content"], added["content"])
+            turns[-1] = added | {"content": "\n\n".join(filter(None, texts))}
             turn = turn if is_turn else "user"
             continue
         if is_turn and role == turn:
-            found.append({"role": "assistant" if role == "user" else "user", "content": _EMPTY})
-        found.append(added)
+            turns.append({"role": "assistant" if role == "user" else "user", "content": _EMPTY})
+        turns.append(added)
         turn = role if is_turn else turn
-    return found
+    return turns
 
 
 def add_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[Message]:

@@ -63,8 +63,8 @@ def read_messages(messages: Any, *, has_developer: bool, call_format: CallFormat
 def _complete(result: Message, waiting: list[tuple[str, str]], default_id: str) -> None:
     """Give a result its call's id and name: by one of them it belongs to a call, or else to the first without one."""
     given, name = result.get("tool_call_id"), result.get("name")
-    found = [call for call in waiting if (call[1] == name if given is None else call[0] == given)]
-    call = next(iter(found or (waiting if given is None else ())), (given or default_id, name))
+    fitting = [call for call in waiting if (call[1] == name if given is None else call[0] == given)]
+    call = next(iter(fitting or (waiting if given is None else ())), (given or default_id, name))
     if call in waiting:
         waiting.remove(call)
     result |= {"tool_call_id": call[0]} | ({"name": name or call[1]} if name or call[1] else {})
@@ -184,16 +184,16 @@ def _read_call(field: str, i: int, call: Any, call_format: CallFormat) -> Messag
 
 def _read_arguments(field: str, given: Any) -> dict[str, Any] | str:
     """Return the object that arguments are, or their text: a call may have been cut off, or be no JSON at all."""
-    found = given
+    value = given
     if isinstance(given, str):
         try:
-            found = json.loads(given) if given.strip() else None
-            json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate may be in an escape
+            value = json.loads(given) if given.strip() else None
+            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate may be in an escape
         except (ValueError, RecursionError):
             return given
-    if isinstance(found, Mapping) and not is_deep(found):
-        return dict(found)
-    if found is None:
+    if isinstance(value, Mapping) and not is_deep(value):
+        return dict(value)
+    if value is None:
         return {}
     return given if isinstance(given, str) else _json(field, given)
 

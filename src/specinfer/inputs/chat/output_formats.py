@@ -51,23 +51,23 @@ class OutputFormats:
 
     def reasoning(self, template: str | None, ids: Sequence[int]) -> Reasoning | None:
         """Return the thought of the answer to a rendered conversation, or None if it has none."""
-        found = self.reasoning_format(template)
-        if found is None or self._tokenizer is None:
+        form = self.reasoning_format(template)
+        if form is None or self._tokenizer is None:
             return None
-        is_open = False if found.has_channels else self._is_open(found, ids)
+        is_open = False if form.has_channels else self._is_open(form, ids)
         if is_open is None:
             return None
-        end_ids = tuple(self._tokenizer.encode(found.forced_end, add_special_tokens=False))
-        return Reasoning(found.start, found.end, end_ids, is_open, found.has_channels, found.other_ends)
+        end_ids = tuple(self._tokenizer.encode(form.forced_end, add_special_tokens=False))
+        return Reasoning(form.start, form.end, end_ids, is_open, form.has_channels, form.other_ends)
 
-    def _is_open(self, found: ReasoningFormat, ids: Sequence[int]) -> bool | None:
+    def _is_open(self, form: ReasoningFormat, ids: Sequence[int]) -> bool | None:
         """Return whether a prompt ends within a thought; None if it ends right after one."""
         tail = self._tokenizer.decode(ids[-_TAIL:]).rstrip()
-        if tail.endswith(found.end):
+        if tail.endswith(form.end):
             return None
-        if tail.endswith(found.start):
+        if tail.endswith(form.start):
             return True
-        start = self._tokenizer.convert_tokens_to_ids(found.start)
+        start = self._tokenizer.convert_tokens_to_ids(form.start)
         if start is None or start == self._tokenizer.unk_token_id:
             return False
         # The last message goes on, and its thought may have begun: after it, no message and no thought has ended.
@@ -133,13 +133,13 @@ def find_format(template: str | None, render: Render, given: CallFormat | None =
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(shown, text, strict=False)))
             added, after = text[same:], text.rpartition(_REQUEST)[2]
             if _NAME in added:
-                found = given or _format_of(added) or _format_of(after)
-                return SYSTEM_PROMPT_FORMAT if found is None else replace(found, has_text_arguments=is_text)
+                known = given or _format_of(added) or _format_of(after)
+                return SYSTEM_PROMPT_FORMAT if known is None else replace(known, has_text_arguments=is_text)
     # The template leaves earlier calls out: they are written into the content.
     named = (call_format for text, call_format in _HINTS if text in template)
     marked = (call_format for call_format in FORMATS if _is_marked(call_format, template))
-    found = given or next(named, None) or next(marked, None)
-    return SYSTEM_PROMPT_FORMAT if found is None else replace(found, writes_calls=False)
+    known = given or next(named, None) or next(marked, None)
+    return SYSTEM_PROMPT_FORMAT if known is None else replace(known, writes_calls=False)
 
 
 def _format_of(text: str) -> CallFormat | None:

@@ -256,8 +256,8 @@ class ChatTemplate:
             raise RequestError(f"messages: the chat template refuses them: {first_line(error)}") from error
         if not end:
             return rendered
-        before, found, after = rendered.rpartition(end)
-        if not found:
+        before, mark, after = rendered.rpartition(end)
+        if not mark:
             raise RequestError("continue_final_message: the chat template leaves the last message out")
         content = messages[-1]["content"].removesuffix(f"{end} ")
         return before if after.startswith(" ") else before.removesuffix(content[len(content.rstrip()) :])

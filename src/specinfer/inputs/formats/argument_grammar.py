@@ -39,10 +39,10 @@ class CallableFunction:
     @property
     def properties(self) -> dict[str, dict[str, Any]]:
         """The JSON schemas of the arguments, by name."""
-        found = self.schema.get("properties")
-        if not isinstance(found, Mapping):
+        schemas = self.schema.get("properties")
+        if not isinstance(schemas, Mapping):
             return {}
-        return {name: dict(schema) if isinstance(schema, Mapping) else {} for name, schema in found.items()}
+        return {name: dict(schema) if isinstance(schema, Mapping) else {} for name, schema in schemas.items()}
 
     def is_required(self, name: str) -> bool:
         """Return whether an argument must be given."""
@@ -182,7 +182,7 @@ def _choices(schema: Mapping[str, Any]) -> list[str] | None:
 
 def _of_types(schema: Mapping[str, Any], rules: dict[str, str], other: str) -> str:
     """Return what matches values of the types of a schema."""
-    types, found = types_of(schema), []
+    types, matching = types_of(schema), []
     for kind in sorted(types):
-        found.append("DIGITS" if kind in ("number", "integer") else rules.get(kind, other))
-    return "(" + " | ".join(dict.fromkeys(found)) + ")" if found else other
+        matching.append("DIGITS" if kind in ("number", "integer") else rules.get(kind, other))
+    return "(" + " | ".join(dict.fromkeys(matching)) + ")" if matching else other

@@ -57,10 +57,10 @@ class CallGrammar:
         """Return the rules for a response whose messages have channels, thoughts among them."""
         notation = self.call_format.call[-1]
         assert isinstance(notation, JsonArguments)
-        found = [arguments.rule(i, function, notation) for i, function in enumerate(self.functions)]
+        arguments_rules = [arguments.rule(i, function, notation) for i, function in enumerate(self.functions)]
         names = (function.name for function in self.functions)
         rules = channel_rules(names, None if self.must_call else shown, literals)
-        return [*rules, *(f"arguments_{i}: {rule}" for i, rule in enumerate(found)), SPACE]
+        return [*rules, *(f"arguments_{i}: {rule}" for i, rule in enumerate(arguments_rules)), SPACE]
 
     def _calls(self, literals: Literals, arguments: Arguments) -> list[str]:
         """Return the rules for one call or several, after the text that marks their beginning."""

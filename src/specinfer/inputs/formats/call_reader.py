@@ -221,8 +221,8 @@ class CallReader:
             for text, of_json in zip(tags.after_key[1:], (tags.after_key_of_json or tags.after_key)[1:], strict=True):
                 if text.strip() and not (yield from scanner.take(text)):
                     is_json = yield from scanner.take(of_json)
-            found = properties.get(name) if isinstance(properties, Mapping) else None
-            schema = found if isinstance(found, Mapping) else {}
+            given = properties.get(name) if isinstance(properties, Mapping) else None
+            schema = given if isinstance(given, Mapping) else {}
             start = f"{separator}{json.dumps(name, ensure_ascii=False)}: "
             if scanner.is_cut or not (yield from self._read_value(tags, start, {} if is_json else schema)):
                 break

@@ -117,15 +117,15 @@ class CallFormat:
     @property
     def texts(self) -> frozenset[str]:
         """All texts of the format, which are never shown to the reader of an answer."""
-        found: set[str] = set()
+        texts: set[str] = set()
         for part in (*self.begin, *self.call, *self.between, *self.end):
             if isinstance(part, TaggedArguments):
-                found |= {part.before_key, *part.after_key, *part.after_key_of_json, part.after_value}
+                texts |= {part.before_key, *part.after_key, *part.after_key_of_json, part.after_value}
             elif isinstance(part, BracedArguments):
-                found.add(part.quote)
+                texts.add(part.quote)
             elif isinstance(part, str):
-                found.add(part.strip())
-        return frozenset(found - {""})
+                texts.add(part.strip())
+        return frozenset(texts - {""})
 
 
 _LINE = "\n"

@@ -51,9 +51,9 @@ def read_channels(
     mark = ""
     while (yield from scanner.wait_for_text()):
         header = [mark if mark == CHANNEL else ""]
-        found = yield from scanner.read_until((MESSAGE,), header.append)
+        ended_by = yield from scanner.read_until((MESSAGE,), header.append)
         text = "".join(header)
-        if found is None:
+        if ended_by is None:
             if CHANNEL not in text and START not in text:  # not of this format
                 send(text)
             return

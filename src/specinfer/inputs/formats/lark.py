@@ -57,13 +57,13 @@ def escaped(text: str) -> str:
 
 def ranges(numbers: list[int]) -> str:
     """Return numbers in Lark's notation, with consecutive ones as a range."""
-    found: list[list[int]] = []
+    spans: list[list[int]] = []
     for number in sorted(numbers):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
         else:
-            found.append([number, number])
-    return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in found)
+            spans.append([number, number])
+    return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in spans)
 
 
 def quoted(text: str) -> str:

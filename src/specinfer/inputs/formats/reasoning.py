@@ -65,10 +65,10 @@ REASONING_FORMATS = _FORMATS | dict.fromkeys(_NAMES_OF_THINK, THINK)
 def find_reasoning(template: str | None) -> ReasoningFormat | None:
     """Return the format of the thoughts that a chat template knows, or None."""
     text = template or ""
-    for found in _FORMATS.values():
-        names = (CHANNEL, MESSAGE, "analysis") if found.has_channels else (found.end,)
+    for form in _FORMATS.values():
+        names = (CHANNEL, MESSAGE, "analysis") if form.has_channels else (form.end,)
         if all(name in text for name in names):
-            return found
+            return form
     return None
 
 

@@ -47,11 +47,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may be missing w
 
     def _favoured(self, digests: list[str], candidates: list[RunningReplica]) -> RunningReplica | None:
         reader = next((self._readers[digest] for digest in digests if digest in self._readers), None)
-        found = next((candidate for candidate in candidates if candidate.replica_id == reader), None)
-        if found is None:
+        replica = next((candidate for candidate in candidates if candidate.replica_id == reader), None)
+        if replica is None:
             return None
         least = min(self._load(candidate) for candidate in candidates)
-        return found if self._load(found) <= least + self._slack else None
+        return replica if self._load(replica) <= least + self._slack else None
 
     def _load(self, replica: RunningReplica) -> int:
         """Return the number of a replica's requests, as far as this process knows."""
