@@ -183,15 +183,14 @@ class Metrics:
         """Yield the metrics that are only read from the engine."""
         engine, totals = self._engine, self._tally.copy()
         cache, counted = engine.llm.target.cache, engine.llm.engine.metrics
-        yield self._families.gauge("num_requests_running", "Outputs in the batch.", engine.num_running)
-        yield self._families.gauge("num_requests_waiting", "Outputs that wait for a place in it.", engine.num_waiting)
-        yield self._families.gauge("event_loop_tasks", "Tasks of the server's event loop.", _num_tasks())
-        yield self._families.gauge(
-            "kv_cache_usage_perc", "Share of the slots that running requests hold; 1 is all.", cache.usage
-        )
-        yield self._families.gauge(
-            "kv_cache_kept_perc", "Share of the slots kept for reuse.", cache.num_cached / cache.num_slots
-        )
+        for name, help, level in (
+            ("num_requests_running", "Outputs in the batch.", engine.num_running),
+            ("num_requests_waiting", "Outputs that wait for a place in it.", engine.num_waiting),
+            ("event_loop_tasks", "Tasks of the server's event loop.", _num_tasks()),
+            ("kv_cache_usage_perc", "Share of the slots that running requests hold; 1 is all.", cache.usage),
+            ("kv_cache_kept_perc", "Share of the slots kept for reuse.", cache.num_cached / cache.num_slots),
+        ):
+            yield self._families.gauge(name, help, level)
         for name, help, value in (
             ("prompt_tokens", "Tokens of prompts that were read, with cached ones.", totals.num_prompt_tokens),
             ("prompt_tokens_cached", "Of those, cached ones.", totals.num_cached_tokens),
