@@ -16,7 +16,7 @@ from scripted_target import scripted
 from serving import app_of, served
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.server import pending_response
-from specinfer.server.conversations import read_conversation
+from specinfer.server.conversations import Conversation, read_conversation
 from specinfer.server.responses_fields import ResponsesFields, read_input
 from talking import HERMES, save_talker
 
@@ -90,7 +90,9 @@ def ids_of(llm: LLM, items: list[Any], **more: Any) -> list[int]:
     """The prompt that an input becomes."""
     fields = ResponsesFields.model_validate({"input": items, **more})
     fields.check()
-    return read_conversation(llm, fields.as_chat(read_input(fields).messages, [])).ids
+    conversation = Conversation("input")
+    read_input(fields, conversation)
+    return read_conversation(llm, fields.as_chat(conversation.messages, [])).ids
 
 
 def test_an_answer_is_the_output_of_generate(llm: LLM) -> None:

@@ -102,38 +102,30 @@ class MessagesFields(CountFields):
 @router.post("/v1/messages", responses=RESPONSES)
 async def create_message(fields: MessagesFields, request: Request) -> Response:
     """Answer a conversation in Anthropic's format."""
-    chat, conversation = _as_chat(fields, request)
-    headers = chat.check()
-    call = Call.from_request(request, chat)
-    return await respond(request, _begin(call, chat, conversation, fields), headers | {"request-id": call.name})
+    call, chat, headers = _call(request, fields)
+    return await respond(request, _begin(call, chat, fields), headers | {"request-id": call.name})
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(fields: CountFields, request: Request) -> dict[str, int]:
     """Count the prompt tokens of a conversation."""
-    chat, conversation = _as_chat(fields, request)
-    chat.check()
-    call = Call.from_request(request, chat)
-    try:
-        read = await until_disconnect(request, call.read(lambda: read_conversation(call.state.engine.llm, chat)))
-    except RequestError as error:
-        raise _named(error, conversation) from error
+    call, chat, _ = _call(request, fields)
+    read = await until_disconnect(request, call.read(lambda: read_conversation(call.state.engine.llm, chat)))
     return {"input_tokens": len(read.ids)}
 
 
-def _as_chat(fields: CountFields, request: Request) -> tuple[ChatFields, Conversation]:
+def _call(request: Request, fields: CountFields) -> tuple[Call, ChatFields, dict[str, str]]:
+    """Return a request as a call, its fields as those of a chat, and headers of its response."""
     conversation = Conversation("messages")
     chat = fields.as_chat(conversation, state_of(request).engine.llm.reader)
     check_single(chat, _REFUSED)
-    return chat, conversation
+    headers = chat.check()
+    return Call.from_request(request, chat, lambda error: _named(error, conversation)), chat, headers
 
 
-async def _begin(call: Call, chat: ChatFields, conversation: Conversation, fields: MessagesFields) -> PendingResponse:
+async def _begin(call: Call, chat: ChatFields, fields: MessagesFields) -> PendingResponse:
     """Read a conversation and queue it."""
-    llm = call.state.engine.llm
-    read, generation = await queue_conversation(
-        call, lambda: read_conversation(llm, chat), lambda error: _named(error, conversation)
-    )
+    read, generation = await queue_conversation(call, lambda: read_conversation(call.state.engine.llm, chat))
     head = {"id": f"msg_{call.name}", "type": "message", "role": "assistant", "model": call.model}
     blocks = MessageBlocks(
         head,

@@ -4,7 +4,7 @@ import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from fastapi import Request
 
@@ -20,6 +20,7 @@ from specinfer.server.protocol import SharedFields
 from specinfer.server.state import ServerState, state_of
 
 T = TypeVar("T")
+Naming: TypeAlias = Callable[[RequestError], RequestError]
 
 # Limits of one request. An entry takes about 100 bytes, and as much again in the response; a prompt's come all at once.
 _MAX_PROMPT_LOGPROBS = _MAX_LOGPROBS = 1 << 20
@@ -40,11 +41,16 @@ class Call:
     tenant: str
     cache_salt: str | None
     body_size: int
+    named: Naming
     adapter: LoRARequest | None = None
 
     @classmethod
-    def from_request(cls, request: Request, fields: SharedFields) -> "Call":
-        """Check everything that does not depend on the prompt."""
+    def from_request(cls, request: Request, fields: SharedFields, named: Naming = lambda error: error) -> "Call":
+        """Check everything that does not depend on the prompt.
+
+        Args:
+            named: Returns an error with the names of the fields of the request's API.
+        """
         state = state_of(request)
         state.check_model(fields.model)
         state.engine.check_seats(1, tenant_of(request))
@@ -63,9 +69,8 @@ class Call:
                 "could show; leave trace out"
             )
         salt = cache_salt_of(request, state.config, fields.cache_salt)
-        return cls(
-            state, fields, name, tenant_of(request), salt, body_size_of(request), state.adapters.get(fields.model or "")
-        )
+        adapter = state.adapters.get(fields.model or "")
+        return cls(state, fields, name, tenant_of(request), salt, body_size_of(request), named, adapter)
 
     async def read(self, action: Callable[[], T], *, only_encodes: bool = False) -> T:
         """Run an action with the tokenizer, templates or grammars in a thread, when it is the tenant's turn.
@@ -73,7 +78,10 @@ class Call:
         One that `only_encodes` a short text runs in the event loop.
         """
         is_brief = only_encodes and self.body_size <= _SHORT_BYTES
-        return await self.state.engine.read(action, self.tenant, num_bytes=self.body_size, is_brief=is_brief)
+        try:
+            return await self.state.engine.read(action, self.tenant, num_bytes=self.body_size, is_brief=is_brief)
+        except RequestError as error:
+            raise self.named(error) from error
 
     @property
     def model(self) -> str:
@@ -101,11 +109,11 @@ class Call:
             QueueFullError: The queue has no room for all of them.
         """
         engine = self.state.engine
-        self.check_count(len(prompts), sum(params.n for _, params in prompts))
-        self._check_logprobs(prompts)
         extra = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
         generations: list[Generation] = []
         try:
+            self.check_count(len(prompts), sum(params.n for _, params in prompts))
+            self._check_logprobs(prompts)
             for ids, params in prompts:
                 generations.append(
                     await engine.submit(
@@ -121,7 +129,10 @@ class Call:
         except BaseException as error:
             close_all(generations)
             if isinstance(error, ContextLengthError):
-                raise too_long(self.fields.prompt_field, error.num_tokens, error.max_model_len) from error
+                long = too_long(self.fields.prompt_field, error.num_tokens, error.max_model_len)
+                raise self.named(long) from error
+            if isinstance(error, RequestError):
+                raise self.named(error) from error
             raise
         return generations
 

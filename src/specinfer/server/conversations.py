@@ -6,7 +6,7 @@ the context, the newest messages may be read, as Ollama does.
 
 import bisect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,8 +46,11 @@ class Conversation:
 
     def named(self, error: RequestError) -> RequestError:
         """Return an error about messages as one about the items that they came from."""
-        if isinstance(error, ContextLengthError):  # of a conversation that was not encoded
-            return too_long(self.name, error.num_tokens, error.max_model_len, is_encoded=False)
+        if isinstance(error, ContextLengthError):
+            was_encoded = error.field == self.name
+            return (
+                error if was_encoded else too_long(self.name, error.num_tokens, error.max_model_len, is_encoded=False)
+            )
         message = str(error)
         if match := re.match(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?", message):
             places = self.places[int(match[1])]
@@ -68,32 +71,30 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class ReadConversation:
-    """A conversation as the engine takes it, the plan for parsing its response, and names of what was ignored in it."""
+    """A conversation as the engine takes it.
+
+    Attributes:
+        plan: The plan for parsing its response.
+        ignored: Names of what was ignored in it.
+        calls: The fields of the items of /v1/responses that report calls, by names of functions.
+    """
 
     ids: list[int]
     params: SamplingParams
     plan: ToolPlan
     ignored: Sequence[str] = ()
+    calls: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     def blocks(self, *, separates_thoughts: bool = True) -> Blocks:
         """Return the blocks of one response, of which there are none yet; see `ToolPlan.parser`."""
         return Blocks(self.plan.parser(separates_thoughts=separates_thoughts))
 
 
-async def queue_conversation(
-    call: Call, read: Callable[[], ReadConversation], named: Callable[[RequestError], RequestError]
-) -> tuple[ReadConversation, Generation]:
-    """Read a conversation of another API and queue it.
-
-    Args:
-        named: Returns an error with the names of that API's fields.
-    """
-    try:
-        conversation = await call.read(read)
-        (generation,) = await call.submit([(conversation.ids, conversation.params)], conversation.plan.reasoning)
-        return conversation, generation
-    except RequestError as error:
-        raise named(error) from error
+async def queue_conversation(call: Call, read: Callable[[], ReadConversation]) -> tuple[ReadConversation, Generation]:
+    """Read a conversation of an API without choices and queue it."""
+    conversation = await call.read(read)
+    (generation,) = await call.submit([(conversation.ids, conversation.params)], conversation.plan.reasoning)
+    return conversation, generation
 
 
 def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:

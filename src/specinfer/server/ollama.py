@@ -171,7 +171,8 @@ async def chat(fields: OllamaChatFields, request: Request) -> Response:
 async def _answer(request: Request, fields: OllamaFields, asked: ChatFields | CompletionFields, kind: str) -> Response:
     check_single(asked, {})
     headers = asked.check()
-    return await respond(request, _begin(Call.from_request(request, asked), fields, asked, kind), headers)
+    call = Call.from_request(request, asked, lambda error: reworded(error, renamed(str(error), _NAMES)))
+    return await respond(request, _begin(call, fields, asked, kind), headers)
 
 
 async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | CompletionFields, kind: str) -> PendingResponse:
@@ -185,7 +186,7 @@ async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | Completio
         prompt = read_prompt(engine.llm, asked.prompt, asked, params)
         return ReadConversation(prompt.ids, prompt.params, ToolPlan())
 
-    taken, generation = await queue_conversation(call, read, lambda error: reworded(error, renamed(str(error), _NAMES)))
+    taken, generation = await queue_conversation(call, read)
     texts = await TokenTexts.from_engine(engine) if fields.logprobs else None
     pieces = Pieces(fields.model or call.model, kind, generation, taken.blocks(), texts, fields.top_logprobs or 0)
     return PendingResponse(asked, [generation], pieces, taken.ignored, _NAMES)

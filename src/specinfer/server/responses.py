@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.exceptions import HTTPException
 from specinfer.core.errors import RequestError, reworded
 from specinfer.core.sampling import SamplingParams
 from specinfer.server.call import Call
-from specinfer.server.conversations import ReadConversation, read_conversation
+from specinfer.server.conversations import Conversation, ReadConversation, queue_conversation, read_conversation
 from specinfer.server.errors import ApiError, renamed
 from specinfer.server.json_body import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, PendingResponse, respond
@@ -33,15 +34,17 @@ _NAMES = {
 async def create_response(fields: ResponsesFields, request: Request) -> Response:
     """Answer an input. Nothing is stored: to continue, the client sends the whole conversation again."""
     headers = fields.check()
-    return await respond(request, _begin(Call.from_request(request, fields), fields), headers)
+    call, read = _call(request, fields)
+    return await respond(request, _begin(call, fields, read), headers)
 
 
 @router.post("/v1/responses/input_tokens")
 async def count_tokens(fields: ResponsesFields, request: Request) -> dict[str, Any]:
     """Count the tokens of an input."""
     fields.check()
-    read, _ = await until_disconnect(request, _read(Call.from_request(request, fields), fields))
-    return {"object": "response.input_tokens", "input_tokens": len(read.ids)}
+    call, read = _call(request, fields)
+    conversation = await until_disconnect(request, call.read(read))
+    return {"object": "response.input_tokens", "input_tokens": len(conversation.ids)}
 
 
 @router.post("/v1/responses/compact", include_in_schema=False)
@@ -60,41 +63,39 @@ async def find_response(response_id: str) -> Response:
     raise ApiError("not_found", message, param="response_id")
 
 
-async def _begin(call: Call, fields: ResponsesFields) -> PendingResponse:
+async def _begin(call: Call, fields: ResponsesFields, read: Callable[[], ReadConversation]) -> PendingResponse:
     """Read a request and queue it."""
-    read, calls = await _read(call, fields)
-    try:
-        (generation,) = await call.submit([(read.ids, read.params)], read.plan.reasoning)
-    except RequestError as error:
-        raise reworded(error, renamed(str(error), _NAMES)) from error
+    conversation, generation = await queue_conversation(call, read)
     items = ResponseItems(
         call.name,
-        _head(call, fields, read.params),
+        _head(call, fields, conversation.params),
         generation,
-        read.blocks(),
-        calls,
+        conversation.blocks(),
+        conversation.calls,
         has_summaries=(fields.reasoning or {}).get("summary") not in (None, "none"),
         seals="reasoning.encrypted_content" in (fields.include or ()),
     )
-    return PendingResponse(fields, [generation], items, read.ignored, _NAMES, items.fail)
+    return PendingResponse(fields, [generation], items, conversation.ignored, _NAMES, items.fail)
 
 
-async def _read(call: Call, fields: ResponsesFields) -> tuple[ReadConversation, dict[str, dict[str, Any]]]:
-    """Return a request as a conversation, and the fields of items that report calls."""
+def _call(request: Request, fields: ResponsesFields) -> tuple[Call, Callable[[], ReadConversation]]:
+    """Return a request as a call, and a function that reads its conversation."""
+    conversation = Conversation("input")
 
-    def read() -> tuple[ReadConversation, dict[str, dict[str, Any]]]:
-        conversation = read_input(fields)
+    def named(error: RequestError) -> RequestError:
+        of_input = conversation.named(error)
+        return reworded(of_input, renamed(str(of_input), _NAMES))
+
+    def read() -> ReadConversation:
+        read_input(fields, conversation)
         tools, calls = flat_tools([*(fields.tools or ()), *added_tools(fields.input)])
-        try:
-            asked = read_conversation(call.state.engine.llm, fields.as_chat(conversation.messages, tools))
-        except RequestError as error:
-            named = conversation.named(error)
-            raise reworded(named, renamed(str(named), _NAMES)) from error
+        asked = read_conversation(call.state.engine.llm, fields.as_chat(conversation.messages, tools))
         names = [re.sub("^messages", conversation.name, name) for name in asked.ignored]
         ignored = [*fields.unread_keys(), *dict.fromkeys(conversation.ignored), *names]
-        return replace(asked, ignored=ignored), calls
+        return replace(asked, ignored=ignored, calls=calls)
 
-    return await call.read(read)
+    call = Call.from_request(request, fields, named)
+    return call, read
 
 
 def _head(call: Call, fields: ResponsesFields, params: SamplingParams) -> dict[str, Any]:

@@ -188,18 +188,17 @@ class ResponsesFields(SharedFields):
 # ---------------------------------------------------------------------------------------- input
 
 
-def read_input(fields: ResponsesFields) -> Conversation:
-    """Return instructions and input as a conversation.
+def read_input(fields: ResponsesFields, conversation: Conversation) -> None:
+    """Add instructions and input to a conversation.
 
     Raises:
         RequestError: An item is of a kind that is not served; the message names it.
     """
-    made = Conversation("input")
     if fields.instructions is not None:
-        made.add({"role": "system", "content": fields.instructions}, "instructions")
+        conversation.add({"role": "system", "content": fields.instructions}, "instructions")
     if isinstance(fields.input, str):
-        made.add({"role": "user", "content": fields.input}, "input")
-        return made
+        conversation.add({"role": "user", "content": fields.input}, "input")
+        return
     if not isinstance(fields.input, list):
         raise RequestError(f"input: must be text or a list of items, not {fields.input!r:.60}")
     if not fields.input:
@@ -207,8 +206,7 @@ def read_input(fields: ResponsesFields) -> Conversation:
     if len(fields.input) > MAX_ITEMS:
         raise RequestError(f"input: {len(fields.input)} items are too many; send at most {MAX_ITEMS}")
     for i, item in enumerate(fields.input):
-        _add_item(made, i, item)
-    return made
+        _add_item(conversation, i, item)
 
 
 def _add_item(conversation: Conversation, i: int, item: Any) -> None:
