@@ -272,7 +272,7 @@ def test_names_of_ignored_fields_cannot_break_a_header() -> None:
 
 
 def test_fields_that_do_not_go_together() -> None:
-    with pytest.raises(ApiError, match="prompt_logprobs"):
+    with pytest.raises(RequestError, match="prompt_logprobs"):
         fields_of(prompt_logprobs=1, stream=True).check()
 
 
