@@ -16,7 +16,8 @@ from torch import Tensor
 from specinfer.model.load import load_model
 from specinfer.model.offload.shards import Shards
 from specinfer.ops.quantization import dequantize
-from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
+from specinfer.quantize.checkpoint import write_quantized
+from specinfer.quantize.options import QuantizeConfig
 from tiny import make_model
 
 pytestmark = [

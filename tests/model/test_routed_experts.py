@@ -17,7 +17,8 @@ from specinfer.model.load_config import LoadConfig
 from specinfer.model.quantized_experts import QuantizedExperts, RoutedExperts, quantize_experts, round_experts
 from specinfer.model.runner import ModelRunner
 from specinfer.ops.quantization import BITS
-from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
+from specinfer.quantize.checkpoint import write_quantized
+from specinfer.quantize.options import QuantizeConfig
 from thread_group import WHOLE, Ranks
 from tiny import logits, make_model, random_prompts, save_model
 

@@ -17,9 +17,10 @@ from specinfer.model.runner import ModelRunner
 from specinfer.ops.cpu.panels import TYPES
 from specinfer.ops.quantization import BITS, dequantize, quantize
 from specinfer.quantize.calibration import decoder_layers
-from specinfer.quantize.checkpoint import QuantizeConfig, QuantizeReport, write_quantized
+from specinfer.quantize.checkpoint import QuantizeReport, write_quantized
 from specinfer.quantize.gptq import round_layers
 from specinfer.quantize.layers import Layers
+from specinfer.quantize.options import QuantizeConfig
 from tiny import VOCAB, logits, random_prompts, save_model, save_tokenizer
 
 CPU = torch.device("cpu")

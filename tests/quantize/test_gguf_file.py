@@ -20,7 +20,8 @@ from specinfer.model.gguf.families import FAMILIES
 from specinfer.model.gguf.rounding import rounded
 from specinfer.model.gguf.writing import TYPES
 from specinfer.ops.quantization import dequantize
-from specinfer.quantize.checkpoint import QuantizeConfig, QuantizeReport, write_quantized
+from specinfer.quantize.checkpoint import QuantizeReport, write_quantized
+from specinfer.quantize.options import QuantizeConfig
 from tiny import make_model, save_model, save_tokenizer
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96}

@@ -20,7 +20,8 @@ from specinfer.core.errors import ModelError
 from specinfer.model.definition import load_tokenizer
 from specinfer.model.folder import find_folder
 from specinfer.model.gguf.tokenizer_writing import tokenizer_metadata
-from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
+from specinfer.quantize.checkpoint import write_quantized
+from specinfer.quantize.options import QuantizeConfig
 from tiny import make_model
 
 SPACE = "\u2581"

@@ -12,7 +12,8 @@ from specinfer import LLM, SamplingParams
 from specinfer.model.gguf.folder import find_gguf_folder
 from specinfer.model.heads.mtp import MtpCheckpoint, has_mtp
 from specinfer.model.offload.shards import Shards
-from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
+from specinfer.quantize.checkpoint import write_quantized
+from specinfer.quantize.options import QuantizeConfig
 from tiny import random_prompts, save_tokenizer
 
 WRITTEN = ("glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")

@@ -13,13 +13,15 @@ from torch import Tensor
 from full_disk import limited_files
 from specinfer.core.errors import ModelError
 from specinfer.model.definition import load_plain
+from specinfer.model.gguf.writing import TYPES
 from specinfer.model.load import load_model
 from specinfer.ops import quantization
-from specinfer.ops.quantization import Bits, dequantize, quantize
+from specinfer.ops.quantization import BITS, Bits, dequantize, quantize
 from specinfer.quantize.calibration import decoder_layers
-from specinfer.quantize.checkpoint import QuantizeConfig, QuantizeReport, write_quantized
+from specinfer.quantize.checkpoint import QuantizeReport, write_quantized
 from specinfer.quantize.gptq import quantize_with_moments, round_layers
 from specinfer.quantize.layers import Layers
+from specinfer.quantize.options import FILE_TYPES, FOLDER_TYPES, QuantizeConfig
 from tiny import FAMILIES, VOCAB, save_model, save_tokenizer
 
 
@@ -156,15 +158,20 @@ def test_a_full_disk_is_named_by_its_option_and_nothing_is_left(
     assert list(tmp_path.glob("*out*")) == []
 
 
+def test_types_of_the_options_are_those_that_are_written() -> None:
+    assert set(FOLDER_TYPES) == set(BITS)
+    assert FILE_TYPES == TYPES
+
+
 def test_what_cannot_be_is_refused_by_its_name(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     source = model_folder()
     for options, message in (
-        ({"to": "q3_k"}, "to: 'q3_k' is none of int8, int4, q8_0, q6_k, q5_k, q4_k_m, q4_k, q5_1, q5_0, q4_1, q4_0"),
+        ({"to": "q3_k"}, "to must be one of int4, int8, q8_0, .*, q4_0, not 'q3_k'"),
         ({"out": tmp_path / "full"}, "out: .* is not empty"),
-        ({"num_texts": 0}, "num_texts: 0 is not positive"),
-        ({"text_tokens": 1}, "text_tokens: 1 is less than"),
+        ({"num_texts": 0}, "num_texts must be at least 1"),
+        ({"text_tokens": 1}, "text_tokens must be at least 8"),
     ):
         with pytest.raises(ValueError, match=message):
             run(source, **({"out": tmp_path / "out"} | options))  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ import pytest
 
 from serving import served_on_port
 from specinfer import LLM, SamplingParams
-from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
+from specinfer.quantize.checkpoint import write_quantized
+from specinfer.quantize.options import QuantizeConfig
 from talking import HERMES, save_talker
 
 KEY = "a-key-for-tests"

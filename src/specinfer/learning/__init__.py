@@ -1,1 +1,1 @@
-"""Learning for drafters: examples from the target, the distillation loss, and adaptation while they are served."""
+"""One training loop, and what it trains: drafters, offline (`tune`) and in service (`adapt`), and policy networks."""

@@ -22,74 +22,20 @@ from specinfer.model.definition import load_config, load_plain, load_tokenizer
 from specinfer.model.folder import replacing
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.gguf.tokenizer_writing import tokenizer_metadata
-from specinfer.model.gguf.writing import TYPES, write_gguf
+from specinfer.model.gguf.writing import write_gguf
 from specinfer.model.offload.shards import Shards, has_safetensors, weight_paths
 from specinfer.ops.quantization import BITS, Bits, quantize
 from specinfer.ops.quantized_weight import GROUP_SIZES, QuantizedWeight
 from specinfer.quantize.calibration import Calibrated, calibrate, read_texts
 from specinfer.quantize.layers import Layers
-from specinfer.reporting.files import check_files, naming
+from specinfer.quantize.options import QuantizeConfig
+from specinfer.reporting.files import naming
 from specinfer.setup.model_names import find_target
 
 _FORMAT, _METHOD = "pack-quantized", "compressed-tensors"
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 _INDEX = "model.safetensors.index.json"
 _WRITING = "writing"
-_LEAST_TEXT = 8  # tokens of a text cut from data
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeConfig:
-    """Options of `specinfer quantize`.
-
-    Attributes:
-        model: A folder of safetensors, or a model of the hub.
-        to: "int4" or "int8", or one of `TYPES` for a GGUF file.
-        out: Folder to write, which must not exist or be empty, or the GGUF file, which must not exist.
-        data: Text files, JSON lines of prompts or chats, or folders of these. Weights are calibrated on nine tenths of
-            them, and perplexity is measured on the others. Without data weights are rounded to nearest.
-        num_texts: Number of calibration texts.
-        text_tokens: Length of a text in tokens.
-        json: File to write the report to.
-
-    Raises:
-        ValueError: A field is out of range; the message names it.
-    """
-
-    model: str
-    to: str
-    out: str | Path
-    data: tuple[str, ...] = ()
-    num_texts: int = 64
-    text_tokens: int = 512
-    json: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.to not in (*BITS, *TYPES):
-            raise ValueError(f"to: {self.to!r} is none of {', '.join((*BITS, *TYPES))}")
-        if self.num_texts < 1:
-            raise ValueError(f"num_texts: {self.num_texts} is not positive")
-        if self.text_tokens < _LEAST_TEXT:
-            raise ValueError(f"text_tokens: {self.text_tokens} is less than {_LEAST_TEXT}")
-        folder = Path(self.out)
-        if self.is_gguf != (folder.suffix.lower() == ".gguf"):
-            wanted = "a file that ends in .gguf" if self.is_gguf else "a folder"
-            raise ValueError(f"out: {folder}: {self.to} is written to {wanted}; name one")
-        if self.is_gguf and self.data:
-            raise ValueError(f"data: weights are not calibrated for {self.to}; leave data out, or use --to int4")
-        if self.is_gguf and folder.exists():
-            raise ValueError(f"out: {folder} exists; name a new file")
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ValueError(f"out: {folder} is not empty; name a new folder")
-        check_files(self.json, None)
-
-    @property
-    def is_gguf(self) -> bool:
-        return self.to in TYPES
-
-    @property
-    def bits(self) -> Bits:
-        return BITS[self.to]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,25 +88,24 @@ def write_quantized(config: QuantizeConfig, progress: ProgressCallback | None = 
             f"model: the weights of {config.model} {what}; name the model in 16 bits that they were made of"
         )
     if config.is_gguf:
-        with naming("out", config.out):
+        with naming("out", config.path):
             return _write_file(config, source, progress_of(progress, _WRITING))
-    layers = Layers.from_folder(source, config.bits)
+    bits = BITS[config.to]
+    layers = Layers.from_folder(source, bits)
     calibrated = Calibrated({}, set(layers.places), None, None)
     if config.data:
         data = [Path(name) for name in config.data]
         texts = read_texts(source, data, config.num_texts, config.text_tokens)
-        calibrated = calibrate(source, layers.places, texts, config.bits, progress_of(progress, "calibrating layers"))
-    out, index = Path(config.out), dict[str, str]()
+        calibrated = calibrate(source, layers.places, texts, bits, progress_of(progress, "calibrating layers"))
+    out, index = config.path, dict[str, str]()
     files, note = weight_paths(source), progress_of(progress, _WRITING)
     with naming("out", out), replacing(out) as partial:
         for number, file in enumerate(files, start=1):
-            tensors = _rounded_tensors(file, layers, calibrated.rounded, config.bits)
+            tensors = _rounded_tensors(file, layers, calibrated.rounded, bits)
             save_file(tensors, partial / file.name, metadata={"format": "pt"})
             index |= dict.fromkeys(tensors, file.name)
             note(number, len(files))
-        _write_fields(
-            source, partial, quantization_fields(config.bits, layers.ignored), index if len(files) > 1 else None
-        )
+        _write_fields(source, partial, quantization_fields(bits, layers.ignored), index if len(files) > 1 else None)
     before, after = (sum(file.stat().st_size for file in paths) for paths in (files, weight_paths(out)))
     counts = len(layers.places), len(calibrated.unseen)
     return QuantizeReport(out, *counts, before, after, calibrated.perplexity_before, calibrated.perplexity)
@@ -168,7 +113,7 @@ def write_quantized(config: QuantizeConfig, progress: ProgressCallback | None = 
 
 def _write_file(config: QuantizeConfig, source: Path, note: Callable[[int, int], None]) -> QuantizeReport:
     """Write a GGUF file, all of it or nothing."""
-    tokenizer, out = load_tokenizer(source), Path(config.out)
+    tokenizer, out = load_tokenizer(source), config.path
     if tokenizer is None:
         raise ModelError(f"model: {config.model} has no tokenizer, which a GGUF file needs; put tokenizer.json into it")
     partial = out.with_name(f".{out.name}-partial")
@@ -189,7 +134,7 @@ def _write_file(config: QuantizeConfig, source: Path, note: Callable[[int, int],
 
 
 def _rounded_tensors(file: Path, layers: Layers, rounded: dict[str, QuantizedWeight], bits: Bits) -> dict[str, Tensor]:
-    """Return the tensors of a file, with those of layers to quantize rounded and packed, and experts apart."""
+    """Return the tensors of a file, with the layers to quantize rounded and packed, and experts split."""
     tensors: dict[str, Tensor] = {}
     with safe_open(file, framework="pt") as opened:
         for key in opened.keys():  # noqa: SIM118 - it is no dict

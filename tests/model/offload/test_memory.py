@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specinfer.model.offload import budget
 from specinfer.model.offload.stream import Stream
-from specinfer.quantize.checkpoint import QuantizeConfig, write_quantized
+from specinfer.quantize.checkpoint import write_quantized
+from specinfer.quantize.options import QuantizeConfig
 from tiny import FAMILIES
 
 _SIZES = {

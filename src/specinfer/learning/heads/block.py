@@ -75,7 +75,7 @@ class TrainableBlock(TrainableHead):
             context: [rows, tokens, width] features of all tokens.
             counts: [rows] number of outputs.
             places: [rows, blocks] the first output of each block, counted in its row.
-            is_wanted: [rows, blocks] False for blocks to leave out.
+            is_wanted: [rows, blocks] False for blocks to skip.
             depth: Number of tokens of a block.
         """
         head: BlockHead = self.model

@@ -25,8 +25,8 @@ from specinfer.policy.network import SMALL_NODES, Configuration, PolicyNetwork, 
 Floats = npt.NDArray[np.float64]
 _RATE, _DECAY = 3e-3, 1e-3
 _BATCH = 256
-_CHECK = 50  # training steps between evaluations on the steps kept aside
-_ASIDE = 8  # one step in this many decides when training ends
+_CHECK = 50  # training steps between evaluations on held-out steps
+_HELD_OUT_ONE_IN = 8  # steps
 _LEAST_SCALE = 0.05  # a feature that hardly varied must not be scaled up
 
 
@@ -43,7 +43,7 @@ def train_network(
     """Return a trained network with hidden layers of these sizes.
 
     Args:
-        num_steps: The largest number of training steps; the weights that did best on the steps kept aside are returned.
+        num_steps: The largest number of training steps; the weights that did best on held-out steps are returned.
         left_out: Groups of features that it does not see, such as "target".
     """
     log, features = outcomes.log, outcomes.log.features
@@ -64,7 +64,7 @@ def train_network(
         seed,
         num_steps,
     )
-    # Features left out have no weight, whatever their values are.
+    # Features that are not seen have no weight, whatever their values are.
     layers[0] = (layers[0][0] * seen[:, None], layers[0][1])
     return PolicyNetwork(log.slots, log.names, tuple(menu), low, high, mean, scale, tuple(layers), dict(about or {}))
 
@@ -78,7 +78,7 @@ def small_accepted(outcomes: TreeOutcomes, menu: Sequence[Configuration]) -> Flo
 def _train(
     inputs: Tensor, goals: Tensor, known: Tensor, hidden: Sequence[int], seed: int, num_steps: int
 ) -> list[tuple[Floats, Floats]]:
-    """Return (weight [inputs, outputs], bias [outputs]) of each layer, as they did best on the steps kept aside."""
+    """Return (weight [inputs, outputs], bias [outputs]) of each layer, as they did best on held-out steps."""
     source = torch.Generator().manual_seed(seed)
     sizes = [inputs.shape[1], *hidden, goals.shape[1] * goals.shape[2]]
     linears = [_linear(before, after, source) for before, after in pairwise(sizes)]
@@ -87,10 +87,10 @@ def _train(
         linears[-1].weight.mul_(0.1)
         linears[-1].bias.copy_(means.clamp(min=1e-3).log().flatten())
     network = nn.Sequential(*[part for linear in linears for part in (linear, nn.ReLU())][:-1])
-    aside = torch.arange(len(inputs)) % _ASIDE == _ASIDE - 1
-    if not aside.any():
-        aside[-1] = True
-    learning = (~aside).nonzero()[:, 0] if len(inputs) > 1 else torch.zeros(1, dtype=torch.long)
+    held_out = torch.arange(len(inputs)) % _HELD_OUT_ONE_IN == _HELD_OUT_ONE_IN - 1
+    if not held_out.any():
+        held_out[-1] = True
+    learning = (~held_out).nonzero()[:, 0] if len(inputs) > 1 else torch.zeros(1, dtype=torch.long)
 
     def loss(rows: Tensor) -> Tensor:
         return _deviance(network(inputs[rows]), goals[rows], known[rows])
@@ -104,9 +104,9 @@ def _train(
     for progress in train(trainer, batches, num_steps, lambda step: _RATE * (1 + cos(pi * step / num_steps)) / 2):
         if progress.step % _CHECK == 0 or progress.step == num_steps:
             with torch.no_grad():
-                loss_aside = float(loss(aside))
-            if loss_aside < lowest:
-                lowest, best = loss_aside, deepcopy(linears)
+                held_out_loss = float(loss(held_out))
+            if held_out_loss < lowest:
+                lowest, best = held_out_loss, deepcopy(linears)
     parts = ((linear.weight.detach().T, linear.bias.detach()) for linear in best)
     return [(weight.numpy().astype(np.float64), bias.numpy().astype(np.float64)) for weight, bias in parts]
 

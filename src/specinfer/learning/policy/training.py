@@ -31,7 +31,7 @@ from specinfer.policy.step_log import StepLog, read_log, write_log
 
 LEAST_STEPS = 200  # steps that show all configurations; fewer are not enough to learn from
 _MIN_PATH_PROB = 0.01  # lowest probability of a token in the large trees
-_TABLE = "2x32"  # the architecture that groups of features are left out of
+_TABLE = "2x32"  # the architecture that is also trained without each group of features
 _HELD_OUT_ONE_IN = 5  # one step in this many, for logs
 
 

@@ -2,7 +2,7 @@
 
 SpecInfer (arXiv 2305.09781), section 3. Drafters are tuned one after the other, and each learns what those before it do
 not predict, so that together they cover more of the target's output than any alone. In the paper, whole prompts that
-one predicts are left out ("prompts"). Here tokens are weighted in addition ("tokens"): merged chains fail where all of
+one predicts are skipped ("prompts"). Here tokens are weighted in addition ("tokens"): merged chains fail where all of
 them have failed, so the weight of a token is the part of the chains through it that those before do not cover.
 
 In sampled text a rejected token leaves a residual distribution: multi-step sampling continues with the part of p above

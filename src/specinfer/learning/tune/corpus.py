@@ -26,7 +26,7 @@ class Prompts:
 
     Attributes:
         texts: Parts of plain texts that are to be read.
-        num_cut: The number of prompts longer than the limit, of which only the end is kept.
+        num_cut: The number of prompts longer than the limit, of which only the end is used.
     """
 
     training: tuple[tuple[int, ...], ...]
@@ -64,7 +64,7 @@ def read_prompts(
         length: The length of a prompt that is cut from a plain text, in tokens.
         num_texts: The largest number of parts of plain texts that are to be read.
         text_length: The length of each, in tokens.
-        most: The limit of a prompt; of longer ones only the end is kept.
+        most: The limit of a prompt; of longer ones only the end is used.
         held_out_paths: Files to hold out. If empty, a tenth of the documents is held out, by a hash of their content.
 
     Raises:
