@@ -32,7 +32,7 @@ def read_texts(source: Path, data: Sequence[Path], num_texts: int, text_tokens: 
     length = min(text_tokens, known_positions(source) or text_tokens)
     return read_prompts(
         data, load_tokenizer(source), count=num_texts, num_held_out=max(num_texts // 4, 1), length=length,
-        num_texts=0, text_length=length, most=length,
+        most=length,
         vocab_size=int(load_config(source).get_text_config().vocab_size),
     )  # fmt: skip
 

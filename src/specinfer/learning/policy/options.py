@@ -7,7 +7,6 @@ from pathlib import Path
 from specinfer.core.config import parse_drafters
 from specinfer.core.errors import check_int
 from specinfer.core.sampling import MAX_SEED
-from specinfer.core.tree_shape import MAX_TREE_NODES
 
 ARCHITECTURES: dict[str, tuple[int, ...]] = {"linear": (), "1x16": (16,), "2x32": (32, 32), "3x64": (64, 64, 64)}
 
@@ -25,10 +24,8 @@ class PolicyConfig:
         out: The file to write.
         num_prompts: The number of prompts to collect steps from.
         num_held_out: The number of prompts to evaluate on.
-        prompt_tokens: The length of a prompt that is cut from plain text.
         max_tokens: The number of tokens generated after each prompt.
         temperatures: The temperatures that prompts take in turn; 0 is greedy.
-        nodes, depth: The limits of the large trees.
         num_steps: The number of training steps, for each architecture.
         architectures: The names to compare, from `ARCHITECTURES`; the best is written.
         pass_costs: (rows, seconds) of the target that the choices are evaluated for, or None to measure them. With it,
@@ -46,11 +43,8 @@ class PolicyConfig:
     out: str | Path = "speculation-policy.safetensors"
     num_prompts: int = 192
     num_held_out: int = 32
-    prompt_tokens: int = 160
     max_tokens: int = 96
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    nodes: int = 96
-    depth: int = 48
     num_steps: int = 2000
     architectures: tuple[str, ...] = tuple(ARCHITECTURES)
     dtype: str = "auto"
@@ -61,11 +55,9 @@ class PolicyConfig:
     keep_log: str | Path | None = None
 
     def __post_init__(self) -> None:
-        limits = {"num_prompts": 4, "num_held_out": 2, "prompt_tokens": 8, "max_tokens": 8, "num_steps": 1}
+        limits = {"num_prompts": 4, "num_held_out": 2, "max_tokens": 8, "num_steps": 1}
         for name, least in limits.items():
             check_int(name, getattr(self, name), least)
-        check_int("nodes", self.nodes, 8, MAX_TREE_NODES)
-        check_int("depth", self.depth, 4, self.nodes)
         check_int("seed", self.seed, 0, MAX_SEED - 1)
         if bool(self.data) == bool(self.logs):
             raise ValueError("data: give files of text to collect steps from, or logs of a server, and not both")

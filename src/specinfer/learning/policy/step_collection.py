@@ -22,6 +22,7 @@ from specinfer.policy.network import Configuration, make_configurations
 from specinfer.policy.step_log import LoggedPolicy, StepEntry, StepLog
 from specinfer.verify import Acceptance
 
+LARGE = Configuration((), 96, 48, 0.01)  # limits of the large trees, which all drafters make
 _LARGE_SHARE = 0.5  # share of the steps
 _REPEATED = 0.6  # share of a prompt's tokens that are repeated after it
 _LONG = 3  # factor of the output length, for texts that start to repeat themselves
@@ -83,18 +84,10 @@ class _AlternatingPolicy:
         return None
 
 
-def collect_steps(
-    llm: LLM,
-    tasks: Sequence[Task],
-    *,
-    large: Configuration,
-    seed: int,
-    note: Callable[[int], None],
-) -> StepLog:
+def collect_steps(llm: LLM, tasks: Sequence[Task], *, seed: int, note: Callable[[int], None]) -> StepLog:
     """Run all tasks and return the log of their steps.
 
     Args:
-        large: Limits of the large trees; all drafters make them.
         note: Called with the number of tasks done.
 
     Raises:
@@ -105,7 +98,7 @@ def collect_steps(
     names = {slot: drafter.name for slot, drafter in slots.items()}
     menu = [configuration.budget(names) for configuration in make_configurations(tuple(slots))]
     entries: list[StepEntry] = []
-    policy = LoggedPolicy(_AlternatingPolicy(large.budget(names), menu, seed), llm.drafter, entries.append)
+    policy = LoggedPolicy(_AlternatingPolicy(LARGE.budget(names), menu, seed), llm.drafter, entries.append)
     before, llm.engine.policy = llm.engine.policy, policy
     try:
         for i, task in enumerate(tasks):

@@ -17,7 +17,7 @@ from specinfer.learning.policy.network_training import (
 )
 from specinfer.learning.policy.options import ARCHITECTURES, PolicyConfig
 from specinfer.learning.policy.report import PolicyReport
-from specinfer.learning.policy.step_collection import collect_steps, make_tasks
+from specinfer.learning.policy.step_collection import LARGE, collect_steps, make_tasks
 from specinfer.learning.policy.tree_outcomes import TreeOutcomes, outcomes_of
 from specinfer.learning.tune.corpus import read_prompts
 from specinfer.learning.tune.options import data_files
@@ -26,11 +26,11 @@ from specinfer.llm import LLM
 from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
-from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
+from specinfer.policy.network import PolicyNetwork, make_configurations
 from specinfer.policy.step_log import StepLog, read_log, write_log
 
 LEAST_STEPS = 200  # steps that show all configurations; fewer are not enough to learn from
-_MIN_PATH_PROB = 0.01  # lowest probability of a token in the large trees
+_PROMPT_TOKENS = 160  # of a prompt that is cut from plain text
 _TABLE = "2x32"  # the architecture that is also trained without each group of features
 _HELD_OUT_ONE_IN = 5  # one step in this many, for logs
 
@@ -96,7 +96,7 @@ def _load(config: PolicyConfig) -> LLM:
     llm = LLM(
         config.target,
         drafters=config.drafters,
-        tree=f"best-first:{config.nodes}:{config.depth}",
+        tree=f"best-first:{LARGE.max_nodes}:{LARGE.max_depth}",
         dtype=config.dtype,
         device=config.device,
         max_num_seqs=1 + MAX_TREE_NODES // 64,
@@ -117,9 +117,7 @@ def _collect(config: PolicyConfig, progress: StageCallback) -> tuple[StepLog, St
             llm.tokenizer,
             count=config.num_prompts,
             num_held_out=config.num_held_out,
-            length=config.prompt_tokens,
-            num_texts=0,
-            text_length=config.prompt_tokens,
+            length=_PROMPT_TOKENS,
             held_out_paths=held_out_files,
             most=max(llm.max_model_len - config.max_tokens, 1),
             vocab_size=llm.target.loaded.vocab_size,
@@ -130,11 +128,10 @@ def _collect(config: PolicyConfig, progress: StageCallback) -> tuple[StepLog, St
             for part in (prompts.training, prompts.held_out)
         )
         total = len(training) + len(held_out)
-        large = Configuration((), config.nodes, config.depth, _MIN_PATH_PROB)
         progress("collecting", 0, total)
         first, last = (
             collect_steps(
-                llm, tasks, large=large, seed=config.seed + number,
+                llm, tasks, seed=config.seed + number,
                 note=lambda done, before=before: progress("collecting", before + done, total),  # type: ignore[misc]
             )
             for number, (tasks, before) in enumerate(((training, 0), (held_out, len(training))))

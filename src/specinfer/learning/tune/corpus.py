@@ -47,10 +47,10 @@ def read_prompts(
     count: int,
     num_held_out: int,
     length: int,
-    num_texts: int,
-    text_length: int,
     most: int,
     vocab_size: int,
+    num_texts: int = 0,
+    text_length: int = 0,
     held_out_paths: Sequence[str | Path] = (),
 ) -> Prompts:
     """Return the prompts of all files; those of one document are either all held out or not.
