@@ -4,6 +4,7 @@ import sys
 
 import typer
 
+from benchmarks.adapters import ADAPTERS
 from benchmarks.comparisons import LATENCY, SERVE, THROUGHPUT
 from benchmarks.host import HOST
 from benchmarks.hybrid import HYBRID
@@ -19,7 +20,8 @@ from specinfer.cli.commands import Program, add_command
 from specinfer.core.systems import load_openmp
 
 MEASUREMENTS = (
-    LATENCY, THROUGHPUT, SERVE, KERNELS, HYBRID, OFFLOAD, SCHEDULE, PERPLEXITY, HOST, LOAD, SHIFT, SIMULATE, PAPER,
+    LATENCY, THROUGHPUT, SERVE, KERNELS, HYBRID, OFFLOAD, SCHEDULE, PERPLEXITY, HOST, LOAD, SHIFT, ADAPTERS, SIMULATE,
+    PAPER,
 )  # fmt: skip
 app = typer.Typer(
     name="benchmarks",

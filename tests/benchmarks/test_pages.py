@@ -13,6 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import hybrid, kernels
+from benchmarks.adapters import ADAPTED, AdaptersConfig, run_adapters
+from benchmarks.adapters import PLAIN as NO_ADAPTERS
 from benchmarks.attention import make_layout, time_attention
 from benchmarks.host import GREEDY, STAGES, HostConfig, run_host
 from benchmarks.hybrid import HybridConfig, run_hybrid
@@ -207,6 +209,14 @@ def test_load_times_each_part_of_each_load(tmp_path: Path) -> None:
     assert [row["what"] for row in file.as_dict()["times"]] == [READING, LOADING, THEIRS]
     assert [row["what"] for row in written(folder, tmp_path / "load.json")["times"]] == [READING, LOADING]
     assert "transformers does not load it" in shown(folder)  # its packages are not installed
+
+
+def test_adapters_slow_a_batch_by_a_share(folders: tuple[str, str], tmp_path: Path) -> None:
+    report = run_adapters(AdaptersConfig(folders[0], rank=2, max_tokens=4, repeats=2, json=tmp_path / "adapters.json"))
+    found = written(report, tmp_path / "adapters.json")
+    assert [row["what"] for row in found["rates"]] == [NO_ADAPTERS, ADAPTED]
+    assert found["share"] > 0
+    assert "of the speed without" in shown(report)
 
 
 # -------------------------------------------------------------------------------------------- host

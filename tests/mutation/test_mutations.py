@@ -7,7 +7,7 @@ import ast
 
 import pytest
 
-from mutations import ROOT, TESTS, mutants_of, sample, survivors
+from mutations import EQUIVALENT, ROOT, TESTS, mutants_of, sample, survivors
 
 SOURCE = '''"""A docstring with 1 number."""
 import logging
@@ -49,6 +49,15 @@ def test_modules_and_their_tests_exist() -> None:
     for module, tests in TESTS.items():
         assert (ROOT / "src/specinfer" / module).is_file(), module
         assert all((ROOT / "tests" / test).is_file() for test in tests), module
+
+
+def test_lines_whose_faults_change_nothing_are_in_the_source() -> None:
+    lines = {
+        line.strip()
+        for module in TESTS
+        for line in (ROOT / "src/specinfer" / module).read_text(encoding="utf-8").splitlines()
+    }
+    assert {line for line, _ in EQUIVALENT} <= lines
 
 
 @pytest.mark.slow

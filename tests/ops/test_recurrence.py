@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from native import ISAS, each_isa
-from recurrences import KINDS, LAYERS, Kind, layer_of, numbers, on_paths, pool_shape, stored_of
+from reference.recurrences import KINDS, LAYERS, Kind, layer_of, numbers, on_paths, pool_shape, stored_of
 from specinfer.ops.cpu.recurrence import ConvolutionCall, NativeScan
 from specinfer.ops.plain_recurrence import convolve
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recurrences import KINDS, LAYERS, Kind, Layer, layer_of, numbers, on_paths, pool_shape, stored_of
+from reference.recurrences import KINDS, LAYERS, Kind, Layer, layer_of, numbers, on_paths, pool_shape, stored_of
 from specinfer.ops import plain_recurrence
 from specinfer.ops.cpu.recurrence import ConvolutionCall
 from specinfer.ops.plain_recurrence import ScanOrder

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from native import ISAS, each_isa
 from native_layers import paired_call
-from recurrences import KINDS, Kind, layer_of, numbers
+from reference.recurrences import KINDS, Kind, layer_of, numbers
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import ForwardBatch, Piece, pack
 from specinfer.model.kv_tensors import KVTensors, LayerShape

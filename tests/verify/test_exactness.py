@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from enumeration import (
+from levels import Node
+from reference.enumeration import (
     DeviceDrafter,
     EnumeratedDrafter,
     Forks,
@@ -35,8 +36,7 @@ from enumeration import (
     tokens_per_step,
     total_variation,
 )
-from levels import Node
-from slow_growth import F32, Wish, slow_tree, tree_one_by_one
+from reference.slow_growth import F32, Wish, slow_tree, tree_one_by_one
 from specinfer.core import rules
 from specinfer.core.thought import Reasoning, Thought
 from specinfer.core.tree import TokenTree, TreeBudget

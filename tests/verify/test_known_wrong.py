@@ -8,8 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enumeration import DeviceDrafter, EnumeratedDrafter, Forks, Model, Rule, calibrated, distance, every, every_tree_of
-from slow_growth import F32
+from reference.enumeration import (
+    DeviceDrafter,
+    EnumeratedDrafter,
+    Forks,
+    Model,
+    Rule,
+    calibrated,
+    distance,
+    every,
+    every_tree_of,
+)
+from reference.slow_growth import F32
 from specinfer.core.tree import Distribution, Draw, TokenTree, TreeBudget
 from specinfer.drafters.growth import tree_batch
 from specinfer.drafters.growth.draft_sampling import Candidates

@@ -14,7 +14,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from enumeration import ROOT, ForkedSource, Forks, Model, Path, every, total_variation
+from reference.enumeration import ROOT, ForkedSource, Forks, Model, Path, every, total_variation
 from specinfer.core.tree import Distribution, Draw, TokenTree
 from specinfer.verify import verify_coupled, verify_traversal
 

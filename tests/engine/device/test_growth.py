@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from interpreter import interpreted
-from slow_growth import F32, Guess, Wish, slow_tree
+from reference.slow_growth import F32, Guess, Wish, slow_tree
 from specinfer.core.noise import gumbel
 from specinfer.drafters.growth.calibration import MIDDLE, RANKS, Calibration
 from specinfer.engine.device.draft_shape import DraftShape

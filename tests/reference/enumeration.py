@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from levels import Node, draw, nodes_of
-from slow_growth import F32, Wish, slow_tree
+from reference.slow_growth import F32, Wish, slow_tree
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
