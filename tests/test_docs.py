@@ -121,10 +121,12 @@ def test_a_recipe_names_tables_that_exist(sources: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_a_page_names_benchmarks_that_exist(page: Path) -> None:
-    names = {command.name for command in laboratory.registered_commands}
+    known = dict(commands(typer.main.get_command(laboratory)))
     for line in code(page.read_text()):
-        for name in re.findall(r"(?<!checkout [0-9a-f]{7}; python )-m benchmarks ([a-z]+)", line):
-            assert name in names, line
+        for match in re.finditer(r"(?<!checkout [0-9a-f]{7}; python )-m benchmarks ([a-z]+)([^#]*)", line):
+            assert (match[1],) in known, line
+            flags = set(re.findall(r"(?<=\s)--[a-z][a-z-]+", match[2]))
+            assert flags <= known[match[1],], f"{line}: {flags - known[match[1],]}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
