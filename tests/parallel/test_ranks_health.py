@@ -160,7 +160,7 @@ def test_nothing_is_computed_after_a_failed_pass_that_nobody_waited_for(
 
     with monkeypatch.context() as patch:
         _before(runner, "run", 1, fail, patch)
-        _before(llm.engine.host, "finish", 1, forget, patch)
+        _before(llm.engine.host, "verify", 1, forget, patch)
         with pytest.raises(IndexError):
             _say(llm)
         assert failed.wait(60)

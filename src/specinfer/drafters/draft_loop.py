@@ -38,8 +38,9 @@ class Wanted(NamedTuple):
 
 
 class GrownTree(NamedTuple):
-    """A tree, and its nodes that have keys and values."""
+    """The tree that was grown for a request, and its nodes that have keys and values."""
 
+    request: Request
     tree: TokenTree
     computed: Sequence[int]  # by reserved slot, that of the first one; -1 where there is none
 
@@ -104,7 +105,10 @@ class DraftLoop:
             cache.give_back(request.request_id, num_computed)
             if not tree.is_chosen:
                 request.drafting.num_draws[self._name] += 1 + num_computed
-        return [GrownTree(tree, range(1, num_computed + 1)) for tree, num_computed in grown]
+        return [
+            GrownTree(request, tree, range(1, num_computed + 1))
+            for (request, _), (tree, num_computed) in zip(wanted, grown, strict=True)
+        ]
 
     def _num_new(self, request: Request) -> int:
         """Return the number of known tokens that the model has not computed."""

@@ -11,7 +11,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.drafters.merge.scoring import MAX_SCORED, Scoring
 from specinfer.drafters.vocabulary.token_map import Known, Vocabulary
 from specinfer.model.batch import Piece
-from specinfer.model.kv_cache import KVCache, OutOfSlotsError
+from specinfer.model.kv_cache import KVCache, OutOfSlotsError, Slots
 from specinfer.model.runner import ModelRunner
 
 MAX_CHUNK = 512  # the largest number of known tokens of a request that are read in one pass
@@ -22,7 +22,12 @@ class DrafterCache:
 
     Args:
         scoring: The record of how well the drafter does, or None for no record.
+
+    Attributes:
+        first_nodes: Nodes that are computed as drafts before those below the root: none, as the root is known.
     """
+
+    first_nodes: tuple[int, ...] = ()
 
     def __init__(self, runner: ModelRunner, vocabulary: Vocabulary, scoring: Scoring | None) -> None:
         self._runner, self._vocabulary, self._scoring = runner, vocabulary, scoring
@@ -50,6 +55,18 @@ class DrafterCache:
             # The root and the token before any token to score are always computed, since their logits are needed.
             cache.truncate(request_id, min(known.num_kept, len(known.ids) - 1, num_scored - 1))
         return known
+
+    def reserve(self, request: Request, count: int) -> Slots:
+        """Return [count] more slots for drafts.
+
+        Raises:
+            OutOfSlotsError: There are too few.
+        """
+        return self._cache.reserve(request.request_id, count)
+
+    def reserved(self, request: Request) -> Slots:
+        """Return the slots of drafts, those of `first_nodes` first."""
+        return self._cache.reserved(request.request_id)
 
     def _salt(self, request: Request) -> str | None:
         """Return what must be the same, besides the tokens, for requests that share a prefix."""

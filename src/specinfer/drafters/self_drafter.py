@@ -89,17 +89,12 @@ class BorrowedCache(DrafterCache):
     """The target's cache, with borrowed slots for the last known token and the nodes of the growing tree."""
 
     _runner: SelfRunner
+    first_nodes = (0,)
 
-    def borrow(self, request: Request, count: int) -> Slots:
-        """Return [count] more slots.
-
-        Raises:
-            OutOfSlotsError: There are too few.
-        """
+    def reserve(self, request: Request, count: int) -> Slots:
         return self._cache.reserve(_borrower(request.request_id), count)
 
-    def borrowed(self, request: Request) -> Slots:
-        """Return the [1 + nodes] borrowed slots, that of the last known token first."""
+    def reserved(self, request: Request) -> Slots:
         return self._cache.reserved(_borrower(request.request_id))
 
     def is_read(self, request: Request) -> bool:
@@ -119,7 +114,7 @@ class BorrowedCache(DrafterCache):
         for request in requests:
             last = request.token_ids[-1]
             known = self._cache.slots(request.request_id)
-            piece = Piece.of_span([last], TokenTree.root(last), known, self.borrow(request, 1))
+            piece = Piece.of_span([last], TokenTree.root(last), known, self.reserve(request, 1))
             pieces.append(self._runner.prepared(request, piece))
         return self._runner.forward(pieces)
 
@@ -175,7 +170,7 @@ class SelfDrafter(SmallModelDrafter):
                 continue
             known, first = self.runner.cache.slots(request.request_id), end - 1 - count
             piece = Piece.of_span(
-                request.token_ids[first : end - 1], None, known[:first], self._cache.borrow(request, count)
+                request.token_ids[first : end - 1], None, known[:first], self._cache.reserve(request, count)
             )
             pieces.append(self.runner.prepared(request, replace(piece, num_logits=count)))
             scored.append(request)
@@ -191,22 +186,7 @@ class SelfDrafter(SmallModelDrafter):
         return super()._sync(request)
 
     def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
-        request = growing_tree.request
-        root = len(request.token_ids) - 1
-        earlier, new = [0, *growing_tree.computed], list(growing_tree.frontier)
-        growing_tree.computed += new
-        earlier_slots = self._cache.borrowed(request)
-        piece = Piece(
-            tokens=growing_tree.tokens[new].tolist(),
-            positions=(root + growing_tree.depths[new]).tolist(),
-            prefix_slots=self.runner.cache.slots(request.request_id),
-            slots=self._cache.borrow(request, len(new)),
-            visible=growing_tree.ancestry[new][:, earlier + new],
-            num_logits=len(new),
-            earlier_slots=earlier_slots,
-            earlier_positions=(root + growing_tree.depths[earlier]).tolist(),
-        )
-        return self.runner.prepared(request, piece)
+        return self.runner.prepared(growing_tree.request, super()._frontier_piece(growing_tree))
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
         drafted = self._drafted.pop(request.request_id, None)

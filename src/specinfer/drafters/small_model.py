@@ -5,11 +5,10 @@ all requests; `draft_sampling` turns the scores into candidates, and `expansion`
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.draft_loop import DraftLoop, TreeGrower, Wanted
+from specinfer.drafters.draft_loop import DraftLoop, GrownTree, TreeGrower, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates, draw
@@ -25,14 +24,6 @@ from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
 
 REPLAYED_TOGETHER = 4  # requests at a time; more would need too many logits at once
-
-
-class _Drafted(NamedTuple):
-    """The tree that was grown for a request, not yet observed."""
-
-    request: Request
-    tree: TokenTree
-    computed: Sequence[int]  # as in `GrownTree`
 
 
 class SmallModelDrafter:
@@ -65,7 +56,7 @@ class SmallModelDrafter:
         self._scoring = Scoring(draft_sampling, self.vocabulary) if is_scored else None
         self._cache = self._make_cache(runner)
         self._loop: TreeGrower | None = None if is_scored or self.vocabulary.translates else self._make_loop()
-        self._drafted: dict[str, _Drafted] = {}
+        self._drafted: dict[str, GrownTree] = {}
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
         return DrafterCache(runner, self.vocabulary, self._scoring)
@@ -109,8 +100,11 @@ class SmallModelDrafter:
             trees[i] = one.tree
         return trees
 
-    def _draft(self, wanted: Sequence[Wanted]) -> list["_Drafted"]:
-        drafted = self._drafted_at_once(wanted)
+    def _draft(self, wanted: Sequence[Wanted]) -> list[GrownTree]:
+        """Grow all trees in one call, as far as they fit it, and the others level by level."""
+        fitting = [] if self._loop is None else self._loop.fitting(wanted)
+        grown = self._loop.draft(fitting) if self._loop is not None and fitting else None
+        drafted = {one.request.request_id: one for one in grown or ()}
         self._drafted |= drafted
         growing_trees = [
             GrowingTree(request, budget, self.name) for request, budget in wanted if request.request_id not in drafted
@@ -122,24 +116,14 @@ class SmallModelDrafter:
             # Keep what was drawn: the number of slots may depend on the draws, so dropping them would bias the output.
             for tree in growing_trees:
                 self._cache.release(tree.request.request_id)
-                drafted[tree.request.request_id] = _Drafted(tree.request, tree.tree(), ())
+                drafted[tree.request.request_id] = GrownTree(tree.request, tree.tree(), ())
         else:
-            in_steps = {
-                tree.request.request_id: _Drafted(tree.request, tree.tree(), tree.computed) for tree in growing_trees
+            by_level = {
+                tree.request.request_id: GrownTree(tree.request, tree.tree(), tree.computed) for tree in growing_trees
             }
-            self._drafted |= in_steps
-            drafted |= in_steps
+            self._drafted |= by_level
+            drafted |= by_level
         return [drafted[request.request_id] for request, _ in wanted]
-
-    def _drafted_at_once(self, wanted: Sequence[Wanted]) -> dict[str, "_Drafted"]:
-        """Return what one call grows, by request: none, or the trees of all requests that it can grow."""
-        if self._loop is None:
-            return {}
-        fitting = self._loop.fitting(wanted)
-        grown = self._loop.draft(fitting) if fitting else None
-        if grown is None:
-            return {}
-        return {request.request_id: _Drafted(request, *one) for (request, _), one in zip(fitting, grown, strict=True)}
 
     def read(self, request: Request) -> bool:
         """Compute all known tokens but the last, for a caller that grows trees in its place.
@@ -200,18 +184,17 @@ class SmallModelDrafter:
 
     def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
         """Return the `Piece` of the frontier's nodes; they see the known tokens, their ancestors and themselves."""
-        cache, request_id = self.runner.cache, growing_tree.request.request_id
-        root = len(self._cache.known[request_id].ids) - 1
-        earlier, new = growing_tree.computed, list(growing_tree.frontier)
-        growing_tree.computed = [*earlier, *new]
-        earlier_slots = cache.reserved(request_id)
-        slots = cache.reserve(request_id, len(new))
+        cache, request = self._cache, growing_tree.request
+        root = len(cache.known[request.request_id].ids) - 1
+        earlier, new = [*cache.first_nodes, *growing_tree.computed], list(growing_tree.frontier)
+        growing_tree.computed += new
+        earlier_slots = cache.reserved(request)
         return Piece(
             tokens=self.vocabulary.to_drafter(growing_tree.tokens[new].tolist()),
             positions=(root + growing_tree.depths[new]).tolist(),
-            prefix_slots=cache.slots(request_id),
-            slots=slots,
-            visible=growing_tree.ancestry[new][:, growing_tree.computed],
+            prefix_slots=self.runner.cache.slots(request.request_id),
+            slots=cache.reserve(request, len(new)),
+            visible=growing_tree.ancestry[new][:, earlier + new],
             num_logits=len(new),
             earlier_slots=earlier_slots,
             earlier_positions=(root + growing_tree.depths[earlier]).tolist(),

@@ -149,7 +149,7 @@ def test_an_ordinary_step_waits_for_the_device_twice(
     """
     stream, fetched, steps = LateStream(), list[int](), list[int]()
     make_executor_late(stream, monkeypatch)
-    fetch, finish = transfers.fetch, HostExecutor.finish
+    fetch, finish = transfers.fetch, HostExecutor.verify
 
     def counted(tensors: Sequence[Tensor]) -> list[Any]:
         fetched.append(len(tensors))
@@ -162,7 +162,7 @@ def test_an_ordinary_step_waits_for_the_device_twice(
     monkeypatch.setattr(transfers, "is_apart", lambda _: True)
     for module in (transfers, device_batch):
         monkeypatch.setattr(module, "fetch", counted)
-    monkeypatch.setattr(HostExecutor, "finish", noted)
+    monkeypatch.setattr(HostExecutor, "verify", noted)
     params = [replace(one, max_tokens=18, logprobs=asked) for one in MIXED_PARAMS[:3]]
     run(_engine(pair, TREES["wide"], verification=rule), repeating_requests(params, (6, 9, 5)))
     assert 5 < stream.num_waits == len(drafts) <= len(steps)

@@ -672,7 +672,7 @@ def test_when_all_are_aborted_nothing_is_in_flight(pair: Pair) -> None:
 
 def test_a_step_is_launched_before_the_one_before_is_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    launch, finish = DeviceRows.launch, DeviceExecutor.finish
+    launch, finish = DeviceRows.launch, DeviceExecutor.verify
 
     def launched(self: DeviceRows, *args: Any) -> None:
         log.append("launch")
@@ -683,7 +683,7 @@ def test_a_step_is_launched_before_the_one_before_is_read(pair: Pair, monkeypatc
         return finish(self)
 
     monkeypatch.setattr(DeviceRows, "launch", launched)
-    monkeypatch.setattr(DeviceExecutor, "finish", finished)
+    monkeypatch.setattr(DeviceExecutor, "verify", finished)
     engine = make_device_engine(*pair, TREES["2,2,1"])
     engine.add(make_request("0", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=30)))
     while engine.has_work:
@@ -919,7 +919,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(pair: Pair, plain: list[lis
     for owner, name in (
         (Programs, "draft"),
         (Programs, "verify"),
-        (DeviceExecutor, "finish"),
+        (DeviceExecutor, "verify"),
         (ServedRequests, "join"),
     ):
         for at in (1, 4):
@@ -950,7 +950,7 @@ def test_an_interrupt_between_requests_loses_no_output(
 ) -> None:
     """Of a step that was read, some have their tokens and others not: these compute them again."""
     engine, requests, calls = make_device_engine(*pair, TREES["2,2,1"]), _requests(), list[int]()
-    taken = DeviceExecutor.finish
+    taken = DeviceExecutor.verify
 
     def finished(self: DeviceExecutor) -> StepResult:
         step = taken(self)
@@ -959,7 +959,7 @@ def test_an_interrupt_between_requests_loses_no_output(
             raise KeyboardInterrupt
         return step
 
-    monkeypatch.setattr(DeviceExecutor, "finish", finished)
+    monkeypatch.setattr(DeviceExecutor, "verify", finished)
     with pytest.raises(KeyboardInterrupt):
         run(engine, requests)
     while engine.has_work:

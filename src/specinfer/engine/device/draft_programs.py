@@ -259,7 +259,7 @@ class DraftPrograms:
     def _reserve(self, request: Request, count: int) -> Slots:
         """Reserve the slots of what the drafter computes for a request."""
         if isinstance(self._cache, BorrowedCache):
-            return self._cache.borrow(request, count)
+            return self._cache.reserve(request, count)
         return self._own_cache.reserve(request.request_id, count) if self._kind.stores_drafts else NO_SLOTS
 
     def _grown(self, request: Request, found: Numbers, row: int, program: DraftProgram) -> GrownTree:
@@ -269,6 +269,6 @@ class DraftPrograms:
         if not self._kind.shares_cache:
             self._cache.note_read(request, self._num_unread(request), of=num_known)
         if self._kind.shares_cache or self._kind.reads_paths:  # nothing of their drafts is kept
-            return GrownTree(tree, ())
+            return GrownTree(request, tree, ())
         nodes = {column: node for node, column in enumerate(columns)}
-        return GrownTree(tree, [nodes.get(column, -1) for column in range(num_known, num_columns)])
+        return GrownTree(request, tree, [nodes.get(column, -1) for column in range(num_known, num_columns)])
