@@ -48,7 +48,7 @@ clients:
 		$(PYTHON) -m venv $(CLIENTS)/$$group && $(CLIENTS)/$$group/bin/pip install -qq --upgrade "pip>=25.1" && \
 		$(CLIENTS)/$$group/bin/pip install -qq --group clients-$$group || exit 1; \
 	done
-	@mkdir -p $(CLIENTS)/node && cp tests/support/client_scripts/package.json $(CLIENTS)/node
+	@mkdir -p $(CLIENTS)/node && cp tests/server/client_scripts/package.json $(CLIENTS)/node
 	npm install --no-audit --no-fund --prefix $(CLIENTS)/node
 
 # Two at a time, because mypy takes as long as all others. Each shows what it has to say when it is done.

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from delayed import Delayed
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.model.runner import ModelRunner
+from tests.engine.delayed import Delayed
 from tiny import VOCAB, make_engine, make_request, random_prompts, resized, run
 
 Runners = Callable[..., ModelRunner]

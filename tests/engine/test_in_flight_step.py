@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayed import Delayed
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.errors import EngineDeadError, WeightsError
 from specinfer.core.request import FinishReason, Request
@@ -22,6 +21,7 @@ from specinfer.engine.recovery import MAX_FAILED_STEPS
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.runner import ModelRunner
+from tests.engine.delayed import Delayed
 from tiny import VOCAB, make_engine, make_request, random_prompts, resized, run
 
 Runners = Callable[..., ModelRunner]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from simulated_machines import WRONG
 from specinfer.core.tree import TokenTree
 from specinfer.policy.acceptance import AcceptanceModel, expected_tokens
 from specinfer.policy.optimizer import TreeSizes
 from specinfer.verify import Acceptance
+from tests.policy.simulated_machines import WRONG
 
 
 def test_the_worked_example_of_the_module() -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from simulated_machines import GROWING, RIGHT, SIZES, WRONG, make_costs, make_record, make_span
 from specinfer.core.request import Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
@@ -15,6 +14,7 @@ from specinfer.policy.curves import ContextCurve, Curve
 from specinfer.policy.optimizer import TreeOptimizer
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
 from specinfer.verify import Acceptance
+from tests.policy.simulated_machines import GROWING, RIGHT, SIZES, WRONG, make_costs, make_record, make_span
 
 TEST = TreeBudget.expansion((1, 1))
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from simulated_machines import StreamedTarget
 from specinfer.drafters import make_drafter
 from specinfer.model.runner import ModelRunner
 from specinfer.policy import cost_cache, cost_measurement
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
+from tests.policy.simulated_machines import StreamedTarget
 from tiny import VOCAB, resized
 
 FEW = (1, 2, 4, 8, 16, 32, 64)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from simulated_machines import StreamedTarget
 from specinfer import LLM, SamplingParams
 from specinfer.core.request import Request
 from specinfer.drafters import SmallModelDrafter, make_drafter
@@ -27,6 +26,7 @@ from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_measurement import SIZES, measure_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.optimizer import TreeOptimizer
+from tests.policy.simulated_machines import StreamedTarget
 from tiny import VOCAB, resized
 
 

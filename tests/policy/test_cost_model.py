@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulated_machines import StreamedTarget
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
@@ -20,6 +19,7 @@ from specinfer.policy import streamed_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import MAX_RATIO, ContextCurve, Curve
 from specinfer.policy.streamed_costs import StreamedCurve, measure_streamed
+from tests.policy.simulated_machines import StreamedTarget
 
 FEW = (1, 2, 4, 8, 16, 32, 64)
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from simulated_machines import GROWING, make_costs, make_record, make_span
 from specinfer.core.tree import OFF
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.lookup_policy import LookupPolicy
 from specinfer.verify import Acceptance
+from tests.policy.simulated_machines import GROWING, make_costs, make_record, make_span
 
 OLD = [make_span(num_output=5)]
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from simulated_machines import GROWING, bent_costs, make_costs, make_span
 from specinfer.core.tree import OFF
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from specinfer.policy.optimizer import TreeOptimizer, TreeSizes
+from tests.policy.simulated_machines import GROWING, bent_costs, make_costs, make_span
 
 
 def _optimizer(costs: CostModel) -> TreeOptimizer:

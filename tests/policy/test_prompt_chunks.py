@@ -2,8 +2,6 @@
 
 import pytest
 
-from simulated_machines import MACHINES, SIZES, SimulatedDrafting, make_costs, make_record, make_span, roofline_costs
-from simulated_server import MachineCosts, SimulatedServer
 from specinfer.core.limits import SLO
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
@@ -11,6 +9,16 @@ from specinfer.core.step_record import StepRecord
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
+from tests.policy.simulated_machines import (
+    MACHINES,
+    SIZES,
+    SimulatedDrafting,
+    make_costs,
+    make_record,
+    make_span,
+    roofline_costs,
+)
+from tests.policy.simulated_server import MachineCosts, SimulatedServer
 from tiny import make_request
 
 # Passes over more than 8 rows take their share, and one row takes a second.

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from simulated_machines import WRONG, make_costs, make_record, make_span
 from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
@@ -14,6 +13,7 @@ from specinfer.policy.base import TREE_OFF, FixedPolicy, budget_of
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.request_policy import RequestPolicy, make_policy
 from specinfer.verify import Acceptance
+from tests.policy.simulated_machines import WRONG, make_costs, make_record, make_span
 
 
 class Counting:

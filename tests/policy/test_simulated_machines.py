@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulated_machines import MACHINES, SimulatedDrafting, make_record, roofline_costs
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.model.pass_work import PassWork
 from specinfer.policy.auto_policy import AutoPolicy
@@ -15,6 +14,7 @@ from specinfer.policy.base import FixedPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import ContextCurve, Curve
 from specinfer.policy.remeasurement import Remeasurement
+from tests.policy.simulated_machines import MACHINES, SimulatedDrafting, make_record, roofline_costs
 
 SURENESS = 0.6
 FIXED = [(n, d) for n in (1, 2, 3, 6, 8, 12, 16, 24, 32, 64) for d in (1, 2, 4, 6, 8, 12) if d <= n <= 8 * d]

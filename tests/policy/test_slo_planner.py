@@ -2,8 +2,6 @@
 
 import pytest
 
-from simulated_machines import MACHINES, SIZES, make_costs, make_record, make_span, roofline_costs
-from simulated_server import ArrivingRequests, RequestClass
 from specinfer.core.limits import SLO
 from specinfer.core.request import Request, RequestTimes, Span
 from specinfer.core.sampling import SamplingParams
@@ -12,6 +10,8 @@ from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.verify import Acceptance
+from tests.policy.simulated_machines import MACHINES, SIZES, make_costs, make_record, make_span, roofline_costs
+from tests.policy.simulated_server import ArrivingRequests, RequestClass
 from tiny import make_request
 
 # Passes over more than 8 rows take their share: a batch of 8 decodes plainly.

@@ -1,5 +1,5 @@
 """The fixtures of several files of tests of the server."""
 
-from page_api import api, browser, chromium, served
+from tests.server.page_api import api, browser, chromium, served
 
 __all__ = ["api", "browser", "chromium", "served"]

@@ -15,13 +15,13 @@ import pytest
 from fastapi.routing import APIRoute
 
 from attacked import CHAT, TEXT, Attack, Attacked, check_refusal
-from attacked_port import BODY, Port, read_all, request, statuses
 from specinfer import LLM
 from specinfer.core.systems import max_descriptors
 from specinfer.server import auth, chat, completions, operations, page, responses, tokens
 from specinfer.server.config import ServerConfig
 from specinfer.server.connection import _ambiguity
 from specinfer.server.listening import most_connections, network_of
+from tests.server.attacked_port import BODY, Port, read_all, request, statuses
 
 LONG = BODY | {"max_tokens": 900, "ignore_eos": True}
 KEY = "a-key-of-its-own"

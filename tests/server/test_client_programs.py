@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from client_programs import (
+from tests.server.client_programs import (
     ANSWER,
     MODEL,
     PURCHASE,
@@ -24,7 +24,7 @@ from client_programs import (
     program,
     workplace,
 )
-from recording import Exchange
+from tests.server.recording import Exchange
 
 pytestmark = pytest.mark.clients
 both = pytest.mark.parametrize("thinks", [False, True], ids=["plain", "thinking"])

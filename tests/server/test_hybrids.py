@@ -7,13 +7,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from browser import Browser
-from page_api import NEEDS_CHROMIUM, ask_tiny
 from reference import greedy
 from serving import served, served_on_port
 from specinfer import LLM
 from specinfer.bench.latency import run_latency
 from specinfer.bench.options import LatencyConfig
+from tests.server.browser import Browser
+from tests.server.page_api import NEEDS_CHROMIUM, ask_tiny
 from tiny import HYBRIDS, KINDS_OF_HYBRIDS, make_model, quick
 
 Folders = Callable[..., Path]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from browser import Browser
-from page_api import NEEDS_CHROMIUM, Api, answer, fill, finish, send, settle, texts
+from tests.server.browser import Browser
+from tests.server.page_api import NEEDS_CHROMIUM, Api, answer, fill, finish, send, settle, texts
 
 pytestmark = [pytest.mark.slow, NEEDS_CHROMIUM]
 

@@ -4,10 +4,23 @@ import re
 
 import pytest
 
-from browser import Browser
-from page_api import NEEDS_CHROMIUM, TEXTS, Api, Event, answer, chunk, fill, finish, guess, send, step, texts
 from serving import served_on_port
 from specinfer import LLM, SamplingParams
+from tests.server.browser import Browser
+from tests.server.page_api import (
+    NEEDS_CHROMIUM,
+    TEXTS,
+    Api,
+    Event,
+    answer,
+    chunk,
+    fill,
+    finish,
+    guess,
+    send,
+    step,
+    texts,
+)
 
 pytestmark = [pytest.mark.slow, NEEDS_CHROMIUM]
 

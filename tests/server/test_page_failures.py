@@ -2,8 +2,8 @@
 
 import pytest
 
-from browser import Browser
-from page_api import NEEDS_CHROMIUM, Api, answer, chunk, fill, finish, refusal, send, step, texts
+from tests.server.browser import Browser
+from tests.server.page_api import NEEDS_CHROMIUM, Api, answer, chunk, fill, finish, refusal, send, step, texts
 
 pytestmark = [pytest.mark.slow, NEEDS_CHROMIUM]
 

@@ -3,8 +3,8 @@
 import pytest
 from fastapi.responses import Response
 
-from browser import Browser
-from page_api import NEEDS_CHROMIUM, TEXTS, Api, Event, answer, chunk, fill, refusal, send, texts
+from tests.server.browser import Browser
+from tests.server.page_api import NEEDS_CHROMIUM, TEXTS, Api, Event, answer, chunk, fill, refusal, send, texts
 
 pytestmark = [pytest.mark.slow, NEEDS_CHROMIUM]
 

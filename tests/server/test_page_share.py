@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from browser import Browser
-from page_api import NEEDS_CHROMIUM, TEXTS, Api, answer, finish, send, settle, texts
+from tests.server.browser import Browser
+from tests.server.page_api import NEEDS_CHROMIUM, TEXTS, Api, answer, finish, send, settle, texts
 
 pytestmark = [pytest.mark.slow, NEEDS_CHROMIUM]
 

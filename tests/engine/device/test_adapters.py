@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from adapters import save_adapter
-from late_stream import LateStream, make_executor_late
 from on_device import executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams
 from specinfer.core.lora import Adapter, LoRAConfig, LoRARequest
@@ -20,6 +19,7 @@ from specinfer.model.layers.device import DeviceDecoder
 from specinfer.model.load import LoadedModel
 from specinfer.ops import AdapterSlots
 from specinfer.ops.cpu import low_rank
+from tests.engine.device.late_stream import LateStream, make_executor_late
 from tiny import make_request, random_prompts, run
 
 TREES = {

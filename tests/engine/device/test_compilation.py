@@ -25,7 +25,7 @@ from specinfer.model.linears import quantize_linears
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import layer_ops, tree_ops
-from step_programs import ASSISTANT, CPU, programs_of, save_head, target_of, with_head
+from tests.engine.device.step_programs import ASSISTANT, CPU, programs_of, save_head, target_of, with_head
 from tiny import FAMILIES
 
 pytest.importorskip("triton")

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from heads import save_tiny_block, save_tiny_head
-from late_stream import LateStream, make_executor_late
 from on_device import (
     CPU,
     MIXED_PARAMS,
@@ -48,6 +47,7 @@ from specinfer.model.runner import ModelRunner
 from specinfer.ops.cpu import transfers
 from specinfer.ops.logits import Adjustments
 from specinfer.verify import device_batch
+from tests.engine.device.late_stream import LateStream, make_executor_late
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from interpreter import interpreted
-from late_stream import LateStream, make_executor_late
 from on_device import (
     MIXED_PARAMS,
     come_and_go,
@@ -30,6 +29,7 @@ from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.ops import layer_ops
+from tests.engine.device.late_stream import LateStream, make_executor_late
 from tiny import HYBRIDS, KINDS_OF_HYBRIDS, make_request, quick, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]

@@ -11,14 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from heads import save_tiny_block, save_tiny_head
-from late_stream import (
-    LateEvent,
-    LateStream,
-    launch_later,
-    make_buffers_late,
-    make_captures_late,
-    make_executor_late,
-)
 from on_device import come_and_go, executor_of, load_plain, make_device_engine
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.engine.device.state import Exchange
@@ -30,6 +22,14 @@ from specinfer.model.graphs.capture import Graphs
 from specinfer.model.heads.load import load_head
 from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
+from tests.engine.device.late_stream import (
+    LateEvent,
+    LateStream,
+    launch_later,
+    make_buffers_late,
+    make_captures_late,
+    make_executor_late,
+)
 
 Pair = tuple[LoadedModel, LoadedModel]
 TREES = {

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from late_stream import LateStream, make_executor_late
 from on_device import check_left, executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams, StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import FinishReason, Request
 from specinfer.core.tree import TreeBudget
 from specinfer.model.load import LoadedModel
+from tests.engine.device.late_stream import LateStream, make_executor_late
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]

@@ -28,7 +28,7 @@ from specinfer.engine.engine import Engine
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.ops.cpu import choice
-from step_programs import save_head, target_of
+from tests.engine.device.step_programs import save_head, target_of
 from tiny import run
 
 

@@ -8,7 +8,6 @@ import pytest
 from torch import nn
 
 from adapters import save_adapter
-from late_stream import LateStream, make_executor_late
 from on_device import (
     CPU,
     MIXED_PARAMS,
@@ -37,6 +36,7 @@ from specinfer.model.self_copy import load_self
 from specinfer.ops import QuantizedLinear
 from specinfer.ops.cpu import low_rank
 from specinfer.policy.base import FixedPolicy
+from tests.engine.device.late_stream import LateStream, make_executor_late
 from tiny import make_request, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]

@@ -50,7 +50,7 @@ from specinfer.ops.trees import (
     WalkInputs,
 )
 from specinfer.planning.device_costs import StepDesign
-from step_programs import ASSISTANT, META, head_on_meta, on_meta, programs_of, save_head, target_of
+from tests.engine.device.step_programs import ASSISTANT, META, head_on_meta, on_meta, programs_of, save_head, target_of
 from tiny import FAMILIES, HYBRIDS, quick
 
 # Operations that only look at memory in another way, or allocate it.

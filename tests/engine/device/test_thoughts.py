@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from late_stream import LateStream, make_executor_late
 from on_device import WAYS, check_left, executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams, StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
@@ -16,6 +15,7 @@ from specinfer.core.thought import Reasoning, Thought
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.masks import TokenMasks
 from specinfer.model.load import LoadedModel
+from tests.engine.device.late_stream import LateStream, make_executor_late
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]

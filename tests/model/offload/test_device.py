@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.disk import LinkBandwidth
-from late import POISON, LateLink
 from specinfer.core.errors import WeightsError
 from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.device_stream import NUM_BUFFERS, DeviceStream
 from specinfer.model.offload.direct import ALIGNMENT
 from specinfer.model.offload.streamed_layer import Chunk, Scratch
+from tests.model.offload.late import POISON, LateLink
 
 
 class Layer:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from late import LateLink
 from specinfer.core.config import OffloadConfig
 from specinfer.core.sampling import SamplingParams
 from specinfer.model import streamed
@@ -18,6 +17,7 @@ from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.device_stream import DeviceStream
 from specinfer.model.offload.streamed_layer import StreamedLayer
 from specinfer.model.runner import ModelRunner
+from tests.model.offload.late import LateLink
 from tiny import FAMILIES, make_engine, make_request, quick, random_prompts, run, save_model
 
 _DEPTHS = {"gpt2": "n_layer", "gpt_bigcode": "n_layer", "mpt": "n_layers"}

@@ -14,10 +14,10 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from browser import CHROMIUM, Browser
 from specinfer.server import page
 from specinfer.server.config import ServerConfig
 from specinfer.server.state import ServerState
+from tests.server.browser import CHROMIUM, Browser
 
 NEEDS_CHROMIUM = pytest.mark.skipif(
     CHROMIUM is None, reason="needs Chromium: no chromium or google-chrome is on the path"

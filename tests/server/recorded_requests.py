@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recording import Exchange
 from scripted_target import Script
+from tests.server.recording import Exchange
 
-FOLDER = Path(__file__).resolve().parent.parent / "server" / "recorded"
+FOLDER = Path(__file__).resolve().parent / "recorded"
 _HEADERS = ("accept", "anthropic-beta", "anthropic-version", "openai-beta", "user-agent", "x-api-key")
 _MAX_TOOLS, _MAX_TEXT, _MAX_DESCRIPTION = 4, 100, 30
 _IDENTITY = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|[0-9a-f]{32,}")

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import numpy as np
 
-from simulated_machines import SimulatedDrafting
 from specinfer.core.limits import SLO
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
@@ -24,6 +23,7 @@ from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.verify import Acceptance
+from tests.policy.simulated_machines import SimulatedDrafting
 from tiny import make_request
 
 _SLOTS = 1_000_000
