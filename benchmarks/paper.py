@@ -1,4 +1,6 @@
-"""Tables and figures of the paper (SpecInfer, ASPLOS 2024, arXiv 2305.09781v4, section 6) with the models here.
+"""Figures 7, 10 and 11 of the paper (SpecInfer, ASPLOS 2024, arXiv 2305.09781v4, section 6) with the models here.
+
+Its tables are parts of `specinfer bench acceptance`.
 
 The paper measured LLaMA-7B with LLaMA-68M on A10 GPUs. Its figures show bars without numbers; of them, only what the
 text states is known.
@@ -16,10 +18,7 @@ from benchmarks.growth.models import growing
 from benchmarks.options import SPECULATION, LabSettings
 from benchmarks.report import Report, Table, Value, finish
 from benchmarks.sequences import sequence_based
-from specinfer.bench.acceptance import run_acceptance
-from specinfer.bench.acceptance_options import AcceptanceConfig
-from specinfer.bench.acceptance_plans import MODES, expansion, paper_widths
-from specinfer.bench.acceptance_report import AcceptanceReport
+from specinfer.bench.acceptance_plans import expansion, paper_widths
 from specinfer.bench.loop import open_session, schedule, take_turns
 from specinfer.bench.measurement import measure_batch
 from specinfer.bench.options import PLAIN, SharedSettings, ThroughputConfig, check_distinct, check_once
@@ -34,18 +33,6 @@ from specinfer.reporting.files import check_files, options_of
 
 _WIDTHS = tuple(range(1, 6))
 _TREES = {f"width {width}": expansion(paper_widths(width)) for width in _WIDTHS}
-# Table 1: percentage of tokens of LLaMA-7B among the 1 to 5 best of LLaMA-68M, least and most over five prompt sets.
-_SUCCESS = {
-    "greedy": ("62-70", "72-81", "77-85", "80-88", "82-89"),
-    "sampled": ("52-57", "80-84", "90-92", "94-95", "96-97"),
-}
-# Table 2: tokens per step with the expansion <1,1,k,1,1,1,1,1>, k = 1 to 5.
-_TOKENS = {
-    "greedy": ("2.18-2.95", "2.69-3.40", "2.86-3.62", "2.98-3.79", "3.07-3.91"),
-    "sampled": ("1.64-1.79", "1.93-2.11", "2.08-2.26", "2.15-2.32", "2.21-2.38"),
-}
-# Table 3: tokens per step of naive sampling and of multi-step speculative sampling.
-_SAMPLING = {"target-only, without-replacement": "1.73-1.87", "multi-step, without-replacement": "2.21-2.38"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +46,9 @@ class PaperConfig:
     model: str = setting_of(EngineArgs, "model", default=CHAT)
     drafters: str | tuple[str, ...] = setting_of(EngineArgs, "drafters")
     parts: tuple[str, ...] = setting(
-        ("table1", "table2", "table3"),
+        ("figure7", "figure10", "figure11"),
         SPECULATION,
-        "Part: table1, table2, table3, figure7, figure10 or figure11. May be repeated. (default: the tables)",
+        "Part: figure7, figure10 or figure11. May be repeated. (default: all)",
         name="part",
     )
     grow: str | None = setting_of(LabSettings, "grow")
@@ -71,7 +58,6 @@ class PaperConfig:
         "Batch size of figures. May be repeated. (default: 1, 2, 4, 8 and 16)",
         name="batch",
     )
-    num_prompts: int = setting_of(SharedSettings, "num_prompts", default=20)
     max_tokens: int = setting_of(SharedSettings, "max_tokens", default=64)
     repeats: int = setting_of(LabSettings, "repeats", default=1)
     seed: int = setting_of(SharedSettings, "seed")
@@ -102,50 +88,6 @@ def _table(name: str, title: str, headings: Sequence[str], lines: Sequence[Line]
         return Value(heading, lambda line: line.cells.get(heading))
 
     return Table(name, title, (Value[Line]("", lambda line: line.label), *map(value, headings)), lines)
-
-
-def _counted(config: PaperConfig, part: str, console: Console | None) -> AcceptanceReport:
-    fields = ("model", "drafters", "num_prompts", "max_tokens", "seed")
-    same: dict[str, Any] = {name: getattr(config, name) for name in fields}
-    return run_acceptance(AcceptanceConfig(parts=(part,), **same), console)
-
-
-def table1(config: PaperConfig, console: Console | None) -> Table[Line]:
-    """Reproduce Table 1: how often the target's token is among a drafter's k best."""
-    report, headings = _counted(config, "table1", console), [f"k={k}" for k in _WIDTHS]
-    first, lines = report.hit_rates[0].drafter, []
-    for mode, temperature in MODES.items():
-        rates = next(one for one in report.hit_rates if (one.drafter, one.temperature) == (first, temperature))
-        shares = [f"{100 * rates.within(k).value:.0f}" for k in _WIDTHS]
-        lines += [Line(f"{mode}, paper", dict(zip(headings, _SUCCESS[mode], strict=True)))]
-        lines += [Line(f"{mode}, here", dict(zip(headings, shares, strict=True)))]
-    return _table("table1", "Table 1: the target's token is among the drafter's k best, %", headings, lines)
-
-
-def table2(config: PaperConfig, console: Console | None) -> Table[Line]:
-    """Reproduce Table 2: tokens per step by the width of the tree's third level."""
-    report, headings, lines = _counted(config, "table2", console), [f"k={k}" for k in _WIDTHS], []
-    for row in report.parts["table2"]:
-        found = {name: f"{counts.tokens_per_pass.value:.2f}" for name, counts in row.cells.items()}
-        lines += [Line(f"{row.label}, paper", dict(zip(headings, _TOKENS[row.label], strict=True)))]
-        lines += [Line(f"{row.label}, here", found)]
-    return _table("table2", "Table 2: tokens per step, expansion <1,1,k,1,1,1,1,1>", headings, lines)
-
-
-def table3(config: PaperConfig, console: Console | None) -> Table[Line]:
-    """Reproduce Table 3: naive and multi-step speculative sampling."""
-    rows = _counted(config, "table3", console).parts["table3"]
-    lines = [
-        Line(
-            row.label,
-            {
-                "paper": _SAMPLING.get(row.label, ""),
-                "here": f"{row.cells['tokens per pass'].tokens_per_pass.value:.2f}",
-            },
-        )
-        for row in rows
-    ]
-    return _table("table3", "Table 3: tokens per step of sampled text, width 5, depth 8", ["paper", "here"], lines)
 
 
 def _throughput(config: PaperConfig, trees: Iterable[str]) -> ThroughputConfig:
@@ -217,7 +159,7 @@ def figure11(config: PaperConfig, console: Console | None) -> Table[Line]:
 
 
 PARTS: Mapping[str, Callable[[PaperConfig, Console | None], Table[Line]]] = {
-    "table1": table1, "table2": table2, "table3": table3, "figure7": figure7, "figure10": figure10,
+    "figure7": figure7, "figure10": figure10,
     "figure11": figure11,
 }  # fmt: skip
 
@@ -235,7 +177,7 @@ PAPER = Measurement(
     PaperConfig,
     "benchmarks.paper:run_paper",
     "benchmarks.report:print_report",
-    "Reproduce tables and figures of the SpecInfer paper with the models here.",
+    "Reproduce figures of the SpecInfer paper with the models here.",
     model="Target model, as in generate. (default: demo-chat)",
     default=CHAT,
 )

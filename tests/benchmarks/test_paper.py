@@ -63,19 +63,17 @@ def test_sequences_have_the_logits_and_the_cache_of_the_tree(runner_of) -> None:
 def test_parts_are_written_beside_the_numbers_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_split = []
     monkeypatch.setattr(sequences, "split", lambda *given: num_split.append(1) or split(*given))
-    parts = ("table1", "table2", "table3", "figure7", "figure11")
-    config = PaperConfig(
-        "demo", parts=parts, batch_sizes=(1, 2), num_prompts=2, max_tokens=8, json=tmp_path / "paper.json"
-    )
+    parts = ("figure7", "figure10", "figure11")
+    config = PaperConfig("demo", parts=parts, batch_sizes=(1, 2), max_tokens=8, json=tmp_path / "paper.json")
     report = run_paper(config)
     assert [table.name for table in report.tables] == list(parts)
     assert num_split  # the arm of sequences ran
-    assert report.tables[0].as_list()[0]["k=1"] == "62-70"
+    assert report.tables[0].as_list()[-2]["paper"] == "1.5-2.5"
     written = json.loads((tmp_path / "paper.json").read_text())
     assert [line[""] for line in written["figure11"]][:2] == ["tree", "sequences"]
     assert float(written["figure7"][0]["2"]) > 0
 
 
 def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"part must be one of table1, .*, not 'table4'"):
+    with pytest.raises(ValueError, match=r"part must be one of figure7, .*, not 'table4'"):
         PaperConfig(parts=("table4",))
