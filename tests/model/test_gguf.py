@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peers.gguf_file import write_gguf
 from gguf_files import CHAT_TEMPLATE, random_blocks, write_model, write_parts
+from gguf_files import tokenizer_metadata as tiny_metadata
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.inputs.chat.template import ChatTemplate
 from specinfer.learning.tune.initial_weights import build, parse_initial_weights
@@ -23,7 +23,9 @@ from specinfer.model.gguf.folder import WEIGHTS, weights_file
 from specinfer.model.gguf.header import TensorPlace, read_header
 from specinfer.model.gguf.tokenizer_writing import tokenizer_metadata
 from specinfer.model.gguf.weights import read_tensor
+from specinfer.model.gguf.writing import write_gguf
 from specinfer.model.load import load_model
+from specinfer.model.offload.shards import Shards
 from tiny import make_tokenizer, save_model
 
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -107,12 +109,18 @@ def test_greedy_text_of_a_file_is_that_of_its_folder(tmp_path: Path, arch: str, 
 def test_llama_3_scales_its_positions_by_the_factors_in_the_file(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
-    folder = save_model(tmp_path / "m", rope_parameters=rope)
-    write_gguf(folder, tmp_path / "m.gguf", "f32")
+
+    def written(name: str, **changes: float) -> None:
+        folder, file = save_model(tmp_path / name, rope_parameters=rope | changes), tmp_path / f"{name}.gguf"
+        with Shards(folder) as shards:
+            write_gguf(
+                file, load_config(folder), shards.sources, dict, lambda _: tiny_metadata(), "f32", lambda _: None
+            )
+
+    written("m")
     assert load_config(find_folder(tmp_path / "m.gguf")).rope_parameters == rope
-    write_gguf(save_model(tmp_path / "o", rope_parameters=rope | {"low_freq_factor": 2.0}), tmp_path / "o.gguf", "f32")
     with pytest.raises(ModelError, match=r"o\.gguf.*scaled in a way that is not known; take the model as a folder"):
-        find_folder(tmp_path / "o.gguf")
+        written("o", low_freq_factor=2.0)  # what was written is read back
 
 
 def test_contexts_of_phi3_reach_as_far_as_the_factors_for_long_ones(tmp_path: Path) -> None:
