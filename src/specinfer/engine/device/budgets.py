@@ -117,17 +117,17 @@ class DeviceBudgets:
         if self._asked is None:
             spans = [served.span() for served in device_requests]
             self._asked = dict(zip([span.request for span in spans], budgets(spans), strict=True))
-        found = []
+        allowed = []
         for served in device_requests:
             request, budget = served.request, self._asked.get(served.request, OFF)
             is_asked = any(budget.asks(name) for name in (*self._lookups, *self._models_of(served)))
             may_guess = request.drafting.is_allowed and request.max_new_tokens > 1 and is_asked
-            found.append(budget if may_guess and holds(budget) else OFF)
-        self.uncut = found
-        if not any(budget.min_gain for budget in found) or not self.asks_model(device_requests, found):
-            return found
+            allowed.append(budget if may_guess and holds(budget) else OFF)
+        self.uncut = allowed
+        if not any(budget.min_gain for budget in allowed) or not self.asks_model(device_requests, allowed):
+            return allowed
         sources = {source(name, served.request) for served in device_requests for name in self._drafters}
-        return self._level_probs.cut(found, max(float(self._calibration.by_rank(each)[0]) for each in sources))
+        return self._level_probs.cut(allowed, max(float(self._calibration.by_rank(each)[0]) for each in sources))
 
     def _models_of(self, served: DeviceRequest) -> list[str]:
         return [name for name in self._drafters if name not in served.lost_by]

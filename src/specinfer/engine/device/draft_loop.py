@@ -49,16 +49,22 @@ class DeviceDrafter(NamedTuple):
     to_target: Callable[[Tensor], Tensor]  # maps its logits [rows, drafter_vocab] to the target's vocabulary
 
     def known_tokens(
-        self, shape: DraftShape, state: DeviceState, own: DraftState, inputs: DraftInputs, kept: Kept, store: KVStore
+        self,
+        shape: DraftShape,
+        state: DeviceState,
+        drafted: DraftState,
+        inputs: DraftInputs,
+        kept: Kept,
+        store: KVStore,
     ) -> KnownTokens:
         """Return what it reads first in loops of this shape; arguments as for `DraftLoop`, and its store."""
         if isinstance(self.runner, HeadRunner):
             if self.kind.reads_paths:
-                return KnownPath(self.runner, shape, state, own, inputs, kept)
+                return KnownPath(self.runner, shape, state, drafted, inputs, kept)
             return KnownFeature(self.runner, shape, state, kept, store.taps[0])
         if self.kind.shares_cache:
             return KnownRoot(state, kept, is_sparse=self.kind.is_sparse)
-        return KnownPair(state, own, inputs, kept)
+        return KnownPair(state, drafted, inputs, kept)
 
     def store(self, shape: DraftShape, num_rows: int) -> KVStore:
         """Return what its passes read and write in loops of this shape."""
@@ -86,7 +92,7 @@ class DraftLoop:
 
     Args:
         shape: Its trees, with those that are merged into them.
-        own: What it has computed of each request.
+        drafted: What it has computed of each request.
         inputs: What the host sends.
         trees: Its trees, written to.
         kept: Columns that it keeps, and their number, written to.
@@ -99,19 +105,19 @@ class DraftLoop:
         drafter: DeviceDrafter,
         shape: DraftShape,
         state: DeviceState,
-        own: DraftState,
+        drafted: DraftState,
         inputs: DraftInputs,
         trees: DeviceTrees,
         kept: Kept,
         target_vocab: int,
         draws: DeviceDraws | None = None,
     ) -> None:
-        self._drafter, self._shape, self._state, self._own = drafter, shape, state, own
+        self._drafter, self._shape, self._state, self._drafted = drafter, shape, state, drafted
         self._inputs, self.trees, self._draws = inputs, trees, draws
         rows, device = len(inputs.reads), drafter.runner.loaded.device
         self._clamps = drafter.runner.loaded.vocab_size < target_vocab
         self._store = drafter.store(shape, rows)
-        self._known = drafter.known_tokens(shape, state, own, inputs, kept, self._store)
+        self._known = drafter.known_tokens(shape, state, drafted, inputs, kept, self._store)
         self._passes = drafter.passes(shape, self._known, inputs)
         self._columns = DraftColumns(shape, rows, device)
         with torch.inference_mode(mode=False):
@@ -138,18 +144,18 @@ class DraftLoop:
             before: The trees of the drafters before, for the others.
             is_last: Whether no drafter comes after it; otherwise its trees are returned for the next one.
         """
-        state, own, rows = self._state, self._own, len(self._inputs.reads)
+        state, drafted, rows = self._state, self._drafted, len(self._inputs.reads)
         roots, first = state.roots[:rows], self._known.read()
         reads = (self._numbers < num) & (state.num_left[:rows] > 0) & (self._inputs.reads > 0)
         last = self._drafter.runner.loaded.max_position - 1
         end = last + self._shape.kinds[0].block.stop  # tokens of a block see later ones, also beyond the last position
-        slot_table, known = first.prefix or (own.slots[:rows], own.known[:rows])
+        slot_table, known = first.prefix or (drafted.slots[:rows], drafted.known[:rows])
         layouts = self._columns.lay_out(self._inputs.slots, reads, known, first.root_positions, num, end)
         score_level = self._passes.begin(first, roots, partial(self._compute, layouts, slot_table))
 
         def score(frontier: Frontier, candidates: Candidates) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            found, accepted = score_level(frontier, candidates)
-            logits = self._drafter.to_target(found)
+            logits, accepted = score_level(frontier, candidates)
+            logits = self._drafter.to_target(logits)
             paths = Paths(frontier.numbers, candidates.tokens, candidates.parents, 0, frontier.level)
             return logits, process(logits, paths), accepted
 
@@ -162,16 +168,16 @@ class DraftLoop:
         most = mine.max_nodes if before is None else torch.maximum(mine.max_nodes, before.max_nodes)
         drawing = None
         if self._draws is not None:
-            numbers, truncation = (own.streams[:rows], own.first_draw[:rows]), state.truncation.first(rows)
+            numbers, truncation = (drafted.streams[:rows], drafted.first_draw[:rows]), state.truncation.first(rows)
             num_candidates = self._shape.num_candidates
             drawing = Drawing(state.is_drawn[:rows], *numbers, truncation, num_candidates, self._draws)
         candidates = grow(
             self._shape, roots, first.root_columns, score,
             Sampling(state.seeds[:rows], state.temperatures[:rows], state.known[:rows]),
-            own.chances, mine, self.trees, lookups if before is None else before.guesses, most, drawing,
+            drafted.chances, mine, self.trees, lookups if before is None else before.guesses, most, drawing,
         )  # fmt: skip
         if drawing is not None:
-            own.first_draw[:rows].add_((mine.max_nodes > 0) * DRAWS_EACH)
+            drafted.first_draw[:rows].add_((mine.max_nodes > 0) * DRAWS_EACH)
         return None if is_last else self._proposed(candidates, first, replace(mine, max_nodes=most))
 
     def _compute(

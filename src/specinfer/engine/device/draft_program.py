@@ -193,20 +193,20 @@ class DraftProgram:
         """Return the state of the requests: views of the inputs and the tables."""
         given, tables = self.inputs.on_device, self._tables
         with torch.inference_mode(mode=False):
-            state, own = DeviceState.empty(rows, 0, device, ()), DraftState.empty(rows, 0, device)
+            state, drafted = DeviceState.empty(rows, 0, device, ()), DraftState.empty(rows, 0, device)
             state.num_left.fill_(_MANY)
             table = tables.own or tables.target
             assert table is not None
             lines = given["lines_float32"]
-            own = replace(
-                own,
+            drafted = replace(
+                drafted,
                 slots=table.rows,
                 known=given["known" if tables.own is None else "computed"],
                 before=_wide(given["before"]),
                 streams=_wide(given["streams"]),
                 first_draw=_wide(given["first_draw"]),
-                following=own.following if tables.following is None else tables.following.rows,
-                chances=replace(own.chances, heights=lines[0], slopes=lines[1]),
+                following=drafted.following if tables.following is None else tables.following.rows,
+                chances=replace(drafted.chances, heights=lines[0], slopes=lines[1]),
             )
             truncation = Truncation(
                 given["temperatures_float32"], given["log_min_p_float32"], given["top_k"],
@@ -219,7 +219,7 @@ class DraftProgram:
                 roots=_wide(given["roots"]),
                 seeds=_wide(given["seeds"]),
                 truncation=truncation,
-                drafts=(own,),
+                drafts=(drafted,),
             )
 
     @property
@@ -246,7 +246,7 @@ class DraftProgram:
         """Return the tree of a request, and the column of each node; -1 for nodes that the drafter has not computed.
 
         Args:
-            found: Results, which may be overwritten later.
+            results: Results, which may be overwritten later.
             drafter: The drafter's name.
             is_drawn: Whether its tokens are drawn.
         """
@@ -256,8 +256,8 @@ class DraftProgram:
         depths = np.array(depths_of(parents.tolist()), dtype=np.int64)
         draws = Draws.chosen(results["confidence_float32"][row, nodes][1:].astype(np.float64), drafter)
         if is_drawn:
-            own = slice(nodes.stop - 1)
-            tokens, probs = results["draw_tokens"][row, own], results["draw_probs"].view(np.float64)[row, own, :, 0]
+            drawn = slice(nodes.stop - 1)
+            tokens, probs = results["draw_tokens"][row, drawn], results["draw_probs"].view(np.float64)[row, drawn, :, 0]
             pool = list(map(Distribution, tokens.astype(np.int64), probs.copy()))
             draws = draws._replace(numbers=np.arange(len(pool)), pools=(pool,))
         tokens = results["tokens"][row, nodes].astype(np.int64)

@@ -138,10 +138,10 @@ class DraftPrograms:
             if self._num_unread(request) > program.shape.num_known:
                 self._cache.read_known(request)
         with on_device(self._place), torch.inference_mode():
-            found = self._run(program, run, requests, budgets)
+            results = self._run(program, run, requests, budgets)
         best_first = [row for row, budget in enumerate(budgets) if not budget.widths]
-        self._level_probs.observe(found["path_prob_float32"][best_first])
-        return [self._grown(request, found, row, program) for row, request in enumerate(requests)]
+        self._level_probs.observe(results["path_prob_float32"][best_first])
+        return [self._grown(request, results, row, program) for row, request in enumerate(requests)]
 
     def _num_unread(self, request: Request) -> int:
         """Return the number of known tokens that the drafter has not computed and has to."""
@@ -231,13 +231,15 @@ class DraftPrograms:
 
     def _changes(self, requests: Sequence[Request]) -> Iterator[tuple[str, Iterable[Change]]]:
         """Yield the changes of each table, by its name."""
-        tables, own = self._tables, [self._own_cache.slots(request.request_id) for request in requests]
+        tables, slots_of = self._tables, [self._own_cache.slots(request.request_id) for request in requests]
         if tables.own is not None:
-            yield "own", tables.own.changes(own)
+            yield "own", tables.own.changes(slots_of)
         if tables.target is not None:
             yield "target", tables.target.changes([self._reader.cache.slots(one.request_id) for one in requests])
         if tables.following is not None:  # of the tokens that a head computes now
-            unread = [(len(slots), one.token_ids[len(slots) + 1 :]) for slots, one in zip(own, requests, strict=True)]
+            unread = [
+                (len(slots), one.token_ids[len(slots) + 1 :]) for slots, one in zip(slots_of, requests, strict=True)
+            ]
             context = tables.following.context
             yield (
                 "following",
@@ -262,9 +264,9 @@ class DraftPrograms:
             return self._cache.reserve(request, count)
         return self._own_cache.reserve(request.request_id, count) if self._kind.stores_drafts else NO_SLOTS
 
-    def _grown(self, request: Request, found: Numbers, row: int, program: DraftProgram) -> GrownTree:
+    def _grown(self, request: Request, results: Numbers, row: int, program: DraftProgram) -> GrownTree:
         """Return the tree of a request, and note what the drafter has computed of it."""
-        tree, columns = program.tree(found, row, self._name, is_drawn=self._draws(request))
+        tree, columns = program.tree(results, row, self._name, is_drawn=self._draws(request))
         num_known, num_columns = program.shape.num_known, program.shape.num_columns
         if not self._kind.shares_cache:
             self._cache.note_read(request, self._num_unread(request), of=num_known)

@@ -212,7 +212,7 @@ def holds_expansion(shape: DraftShape | None, budget: TreeBudget) -> bool:
     return (
         0 < depth <= shape.num_levels
         and shape.num_nodes >= budget.max_nodes
-        and all(width <= there for width, there in zip(widths, shape.frontiers, strict=False))
+        and all(width <= most for width, most in zip(widths, shape.frontiers, strict=False))
     )
 
 

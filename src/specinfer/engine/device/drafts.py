@@ -92,7 +92,7 @@ class DeviceDrafts:
         for number, of_rows in enumerate(launch.draft_slots):
             if self.kinds[number].borrows_slots and launch.size.shape is not None:
                 count, pairs = launch.size.shape.of_model(number).num_columns, zip(of_rows, launch.slots, strict=True)
-                launch.draft_slots[number] = [None if own is None else slots[:count] for own, slots in pairs]
+                launch.draft_slots[number] = [None if reserved is None else slots[:count] for reserved, slots in pairs]
 
     def names_of(self, launch: Launch, row: int) -> list[str | None]:
         """Return the names of those that drafted for a request, with None in place of the others."""

@@ -99,8 +99,8 @@ def _path_prob(request: Request, tree: TokenTree, calibration: Calibration) -> F
             1 - calibration.acceptance_prob(source(draw.drafter, request), [ranks[place]], [draw.confidence])[0]
         )
         ranks[place] += 1
-    found = np.minimum(1 - missed, 1.0)
-    found[0] = 1.0
+    path_prob = np.minimum(1 - missed, 1.0)
+    path_prob[0] = 1.0
     for node in range(1, len(tree)):
-        found[node] *= found[tree.parents[node]]
-    return found
+        path_prob[node] *= path_prob[tree.parents[node]]
+    return path_prob

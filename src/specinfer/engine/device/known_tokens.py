@@ -78,13 +78,13 @@ class KnownPair:
     """The known tokens of a small model: the root, and the token before it if it has not computed that.
 
     Args:
-        own: What the drafter has computed of each request.
+        drafted: What the drafter has computed of each request.
         kept: [rows, depth + 1] int32 columns that it keeps, after the first one, and [rows] int32 their number; written
             to.
     """
 
-    def __init__(self, state: DeviceState, own: DraftState, inputs: DraftInputs, kept: Kept) -> None:
-        self._state, self._own, self._inputs, self._kept = state, own, inputs, kept
+    def __init__(self, state: DeviceState, drafted: DraftState, inputs: DraftInputs, kept: Kept) -> None:
+        self._state, self._drafted, self._inputs, self._kept = state, drafted, inputs, kept
         rows, depth = kept[0].shape
         with torch.inference_mode(mode=False):
             self._numbers = torch.arange(rows, dtype=torch.int32, device=kept[0].device)
@@ -92,9 +92,9 @@ class KnownPair:
 
     def read(self) -> FirstPass:
         rows = len(self._numbers)
-        roots, has_two = self._state.roots[:rows], self._own.has_two[:rows]
+        roots, has_two = self._state.roots[:rows], self._drafted.has_two[:rows]
         tokens = torch.stack(
-            [torch.where(has_two, self._own.before[:rows], roots), torch.where(has_two, roots, 0)], dim=1
+            [torch.where(has_two, self._drafted.before[:rows], roots), torch.where(has_two, roots, 0)], dim=1
         )
         return FirstPass(tokens, has_two, self._state.known[:rows])
 
@@ -103,32 +103,39 @@ class KnownPair:
 
     def keep(self, walked: Walk, trees: DeviceTrees, merged: DeviceTrees) -> None:
         path, lengths, _ = walked
-        own, rows = self._own, len(path)
+        drafted, rows = self._drafted, len(path)
         tokens, columns = trees.tokens, trees.columns
         if merged is not trees:
-            drafted = merged.tokens.gather(1, path.clamp(min=0).long())
-            columns = self._follow(path, drafted, trees)
-            tokens, path = drafted, torch.where(path >= 0, self._depths, -1)
+            tokens = merged.tokens.gather(1, path.clamp(min=0).long())
+            columns = self._follow(path, tokens, trees)
+            path = torch.where(path >= 0, self._depths, -1)
         tree_ops.keep_drafted(
-            path, lengths, tokens, columns, self._inputs.reads, own.before[:rows], own.has_two[:rows], self._kept
+            path,
+            lengths,
+            tokens,
+            columns,
+            self._inputs.reads,
+            drafted.before[:rows],
+            drafted.has_two[:rows],
+            self._kept,
         )
-        tree_ops.commit(own.slots[:rows], own.known[:rows], self._inputs.slots, *self._kept)
+        tree_ops.commit(drafted.slots[:rows], drafted.known[:rows], self._inputs.slots, *self._kept)
 
-    def _follow(self, path: Tensor, drafted: Tensor, trees: DeviceTrees) -> Tensor:
+    def _follow(self, path: Tensor, tokens: Tensor, trees: DeviceTrees) -> Tensor:
         """Return the columns of the paths' tokens in the trees of this drafter, -1 where it has none: [rows, depth].
 
         Args:
-            drafted: [rows, depth] int32 tokens of the paths.
+            tokens: [rows, depth] int32 of the paths.
         """
         depth = path.shape[1]
-        accepted = torch.nn.functional.pad(drafted.long().masked_fill(path < 0, -1), (0, 1), value=-1)
+        accepted = torch.nn.functional.pad(tokens.long().masked_fill(path < 0, -1), (0, 1), value=-1)
         _, depths = tree_ops.mark_ancestors(
             trees.parents, torch.zeros_like(trees.sizes), max_depth=depth, last=depth
         )  # fmt: skip
         starts = self._numbers * trees.tokens.shape[1]
         following = accepted.gather(1, depths.long()).flatten()
-        found, _, _ = tree_ops.walk(following, starts, trees.tokens, trees.parents, trees.sizes, max_depth=depth)
-        return torch.where(found >= 0, trees.columns.gather(1, found.clamp(min=0).long()), -1)
+        nodes, _, _ = tree_ops.walk(following, starts, trees.tokens, trees.parents, trees.sizes, max_depth=depth)
+        return torch.where(nodes >= 0, trees.columns.gather(1, nodes.clamp(min=0).long()), -1)
 
 
 class KnownRoot:
@@ -201,7 +208,7 @@ class KnownPath:
 
     Args:
         runner: The runner of the head.
-        inputs, kept, own: As those of `KnownPair`.
+        inputs, kept, drafted: As those of `KnownPair`.
     """
 
     def __init__(
@@ -209,12 +216,12 @@ class KnownPath:
         runner: HeadRunner,
         shape: DraftShape,
         state: DeviceState,
-        own: DraftState,
+        drafted: DraftState,
         inputs: DraftInputs,
         kept: Kept,
     ) -> None:
         self._runner, self._target = runner, runner.target
-        self._state, self._own, self._inputs, self._kept = state, own, inputs, kept
+        self._state, self._drafted, self._inputs, self._kept = state, drafted, inputs, kept
         self._num_known, device = shape.num_known, kept[0].device
         with torch.inference_mode(mode=False):
             self._columns = torch.arange(shape.num_known, dtype=torch.int32, device=device)
@@ -223,15 +230,15 @@ class KnownPath:
             kept[0].copy_(last)
 
     def read(self) -> FirstPass:
-        state, own, rows, head = self._state, self._own, len(self._inputs.reads), self._runner.head
-        known, computed = state.known[:rows], own.known[:rows]
+        state, drafted, rows, head = self._state, self._drafted, len(self._inputs.reads), self._runner.head
+        known, computed = state.known[:rows], drafted.known[:rows]
         last_places, num_unread = (known - 1).clamp(min=0), known - computed
         root_columns = (num_unread - 1).clamp(min=0 if head.reads_pairs else -1, max=self._num_known - 1)
         self._kept[1].copy_(root_columns)
         # Columns after the last one compute its place again, so that no column has invalid numbers.
         places = torch.minimum(computed.unsqueeze(1) + self._columns, last_places.unsqueeze(1)).long()
         is_root = places >= last_places.unsqueeze(1)
-        tokens = torch.where(is_root, state.roots[:rows].unsqueeze(1), own.following[:rows].gather(1, places))
+        tokens = torch.where(is_root, state.roots[:rows].unsqueeze(1), drafted.following[:rows].gather(1, places))
         slots = state.slots[:rows].gather(1, places).flatten()
         features = head.project([self._target.taps[layer][slots] for layer in head.reads])
         root_positions = last_places if head.reads_pairs else known
@@ -249,11 +256,11 @@ class KnownPath:
 
     def keep(self, walked: Walk, trees: DeviceTrees, merged: DeviceTrees) -> None:
         path, lengths, _ = walked
-        own, rows, num_kept = self._own, len(path), self._kept[1]
+        drafted, rows, num_kept = self._drafted, len(path), self._kept[1]
         num_kept.copy_(torch.where((lengths >= 0) & (self._inputs.reads > 0), num_kept, -1))
-        tree_ops.commit(own.slots[:rows], own.known[:rows], self._inputs.slots, *self._kept)
+        tree_ops.commit(drafted.slots[:rows], drafted.known[:rows], self._inputs.slots, *self._kept)
         before = self._state.known[:rows] - lengths - 2  # places of the tokens before the roots
-        tree_ops.commit(own.following[:rows], before, merged.tokens, path, lengths)
+        tree_ops.commit(drafted.following[:rows], before, merged.tokens, path, lengths)
 
 
 def _parent_columns(frontier: Frontier, candidates: Candidates, zero: Tensor) -> Tensor:

@@ -101,8 +101,8 @@ def _draws_in(part: TokenTree, tree: TokenTree) -> list[Draw]:
     place = {0: 0}  # node of the part -> node of the tree
     for node in range(1, len(part)):
         above = place.get(part.parents[node])
-        if above is not None and (found := tree.children[above].get(part.tokens[node])) is not None:
-            place[node] = found
+        if above is not None and (child := tree.children[above].get(part.tokens[node])) is not None:
+            place[node] = child
     return [draw._replace(node=place[draw.node]) for draw in part.draws if draw.node in place]
 
 
@@ -156,19 +156,19 @@ class Answers:
 
     def path_prob(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the summed path probabilities of the nodes of each level: [rows, levels]."""
-        found: npt.NDArray[np.float32] = self._results["path_prob_float32"][list(rows)]
-        return found[found[:, :1].any(axis=1)] if len(rows) else found
+        path_prob: npt.NDArray[np.float32] = self._results["path_prob_float32"][list(rows)]
+        return path_prob[path_prob[:, :1].any(axis=1)] if len(rows) else path_prob
 
     def of_row(self, row: int) -> Answer:
-        here = self._results
-        lengths, states = [int(of_rows[row]) for of_rows in here["draft_lengths"]], here["uniforms"]
+        results = self._results
+        lengths, states = [int(of_rows[row]) for of_rows in results["draft_lengths"]], results["uniforms"]
         return Answer(
             trees=[self._tree(number, row) for number in range(max(self._num_models, 1))],
-            path=here["path"][row, : max(int(here["lengths"][row]), 0)].tolist(),
-            next_token=int(here["next"][row]),
+            path=results["path"][row, : max(int(results["lengths"][row]), 0)].tolist(),
+            next_token=int(results["next"][row]),
             draft_columns=[
                 [0, *path[row, :length].tolist()] if length >= 0 else []
-                for path, length in zip(here["draft_path"], lengths, strict=True)
+                for path, length in zip(results["draft_path"], lengths, strict=True)
             ],
             uniforms=int(states[row].view(np.uint64)[0]) if len(states) else None,
         )
@@ -187,8 +187,8 @@ class Answers:
     def probs(self, row: int) -> list[float]:
         """Return what `trace.target_probs` returns for the tree of all."""
         size = int(self._results[TreeNames.from_number(0, 1).sizes][row])
-        found: list[float] = np.exp(self._results["node_logprob_float32"][row, :size]).tolist()
-        return found
+        probs: list[float] = np.exp(self._results["node_logprob_float32"][row, :size]).tolist()
+        return probs
 
     def logprobs(self, row: int, tokens: Sequence[int], params: SamplingParams) -> list[dict[int, Logprob]]:
         """Return the log-probabilities that a request asks for at each of its emitted tokens, by token id."""

@@ -139,12 +139,12 @@ class LaunchSize:
 
     def _trees(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the trees of each drafter; without drafters, those of the roots alone."""
-        rows, found = self.num_rows, dict[str, tuple[int, ...]]()
+        rows, shapes = self.num_rows, dict[str, tuple[int, ...]]()
         for number in range(max(self.num_models, 1)):
             nodes = 1 + self.shape.of_model(number).num_nodes if self.shape else 1
             names = TreeNames.from_number(number, max(self.num_models, 1))
-            found |= zip(names, ((rows, nodes), (rows, nodes), (rows,), (rows, nodes)), strict=True)
-        return found
+            shapes |= zip(names, ((rows, nodes), (rows, nodes), (rows,), (rows, nodes)), strict=True)
+        return shapes
 
 
 def write_budget(inputs: Mapping[str, npt.NDArray[Any]], row: int, budget: TreeBudget) -> None:

@@ -116,19 +116,19 @@ def write_node_logprobs(
 
 
 def read_logprobs(
-    here: Mapping[str, npt.NDArray[Any]], row: int, tokens: Sequence[int], params: SamplingParams
+    results: Mapping[str, npt.NDArray[Any]], row: int, tokens: Sequence[int], params: SamplingParams
 ) -> list[dict[int, Logprob]]:
     """Return what `top_logprobs` returns for each emitted token of a request.
 
     Args:
-        here: Results of a step.
+        results: Those of a step.
         row: The request.
         tokens: The emitted tokens.
         params: What it asks for.
     """
     num_tokens, count = 1 + len(params.scored_tokens), params.logprobs
-    values, ranks = (here[name][row, :, :num_tokens].tolist() for name in ("logprob_float32", "rank"))
-    best, best_values = (here[name][row, :, :count].tolist() for name in ("best", "best_float32"))
+    values, ranks = (results[name][row, :, :num_tokens].tolist() for name in ("logprob_float32", "rank"))
+    best, best_values = (results[name][row, :, :count].tolist() for name in ("best", "best_float32"))
     return [
         by_token([token, *params.scored_tokens], values[i], ranks[i], best[i], best_values[i])
         for i, token in enumerate(tokens)

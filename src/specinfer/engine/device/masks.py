@@ -88,5 +88,5 @@ class TokenMasks:
         self._host_is_masked[rows] = 1
         self._copy(self._bits[rows], self._host_bits[rows])
 
-    def _copy(self, there: Tensor, here: Tensor) -> None:
-        there.copy_(here, non_blocking=True)
+    def _copy(self, on_device: Tensor, on_host: Tensor) -> None:
+        on_device.copy_(on_host, non_blocking=True)

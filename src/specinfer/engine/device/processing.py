@@ -188,12 +188,12 @@ class LogitProcessor(NamedTuple):
 
 
 def write_adjustments(
-    adjustments: Adjustments, row: int, request: Request, there: Callable[[npt.NDArray[Any]], Tensor]
+    adjustments: Adjustments, row: int, request: Request, send_there: Callable[[npt.NDArray[Any]], Tensor]
 ) -> None:
     """Write a request's biases, penalties and tokens to a row.
 
     Args:
-        there: Function that copies an array to the device.
+        send_there: Function that copies an array to the device.
     """
     params, vocab = request.params, adjustments.seen.shape[1]
     bias = np.zeros(vocab, dtype=np.float32)
@@ -205,8 +205,8 @@ def write_adjustments(
     seen = 2 * np.bincount(request.output_ids, minlength=vocab)
     if params.repetition_penalty != 1.0:
         seen[request.prompt_ids] += 1
-    adjustments.bias[row].copy_(there(bias))
-    adjustments.seen[row].copy_(there(seen.astype(np.int32)))
+    adjustments.bias[row].copy_(send_there(bias))
+    adjustments.seen[row].copy_(send_there(seen.astype(np.int32)))
     adjustments.repeated_positive[row].fill_(1.0 / params.repetition_penalty)
     adjustments.repeated_negative[row].fill_(params.repetition_penalty)
     adjustments.frequency[row].fill_(params.frequency_penalty)
@@ -215,7 +215,7 @@ def write_adjustments(
     ends = np.full(MAX_ENDS, -1, dtype=np.int32)
     if request.num_output < params.min_tokens:
         ends[: len(_ends(request))] = _ends(request)
-    adjustments.ends[row].copy_(there(ends))
+    adjustments.ends[row].copy_(send_there(ends))
     adjustments.is_adjusted[row].fill_(1)
 
 

@@ -75,9 +75,9 @@ class DeviceRows:
 
     def num_recomputed(self, least: int) -> int:
         """Return the number of places before the root that hold this many tokens; 0 without recurrent layers."""
-        found = at_least(RECOMPUTED, least) if self._target.tensors.states.pools else 0
-        assert found is not None
-        return found
+        places = at_least(RECOMPUTED, least) if self._target.tensors.states.pools else 0
+        assert places is not None
+        return places
 
     @property
     def takes_adapters(self) -> bool:
@@ -86,7 +86,7 @@ class DeviceRows:
 
     # --------------------------------------------------------------------------------------------- rows
 
-    def _there(self, values: npt.NDArray[Any]) -> Tensor:
+    def _sent(self, values: npt.NDArray[Any]) -> Tensor:
         return send(values, self._place)
 
     def write(self, row: int, request: Request, slots: Slots, *, loan: Loan, is_drawn: bool = False) -> None:
@@ -103,7 +103,7 @@ class DeviceRows:
         if loan.source != loan.rows[0]:
             for pool in self._target.tensors.states.pools.values():
                 pool[loan.rows[0]].copy_(pool[loan.source])
-        state.slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))
+        state.slots[row, : len(slots)].copy_(self._sent(slots.astype(np.int32)))
         state.known[row].fill_(len(slots))
         state.roots[row].fill_(request.token_ids[-1])
         state.num_left[row].fill_(request.max_new_tokens)
@@ -118,20 +118,20 @@ class DeviceRows:
             )
         if request.params.scored_tokens:
             named = np.asarray(request.params.scored_tokens, dtype=np.int64)
-            state.named[row, : len(named)].copy_(self._there(named))
+            state.named[row, : len(named)].copy_(self._sent(named))
         write_truncation(state.truncation, row, request.params, self._target.loaded.vocab_size)
         if Processing.from_request(request) >= Processing.ADJUSTMENT:
             assert self._adjustments.rows is not None
-            write_adjustments(self._adjustments.rows, row, request, self._there)
+            write_adjustments(self._adjustments.rows, row, request, self._sent)
         elif self._adjustments.rows is not None:
             self._adjustments.rows.is_adjusted[row].fill_(0)
 
     def write_drafter(self, number: int, row: int, slots: Slots) -> None:
         """Note that a drafter has computed all that it can of the known tokens but the last, in these slots."""
-        own = self.state.drafts[number]
-        own.slots[row, : len(slots)].copy_(self._there(slots.astype(np.int32)))
-        own.known[row].fill_(len(slots))
-        own.has_two[row].fill_(False)
+        drafted = self.state.drafts[number]
+        drafted.slots[row, : len(slots)].copy_(self._sent(slots.astype(np.int32)))
+        drafted.known[row].fill_(len(slots))
+        drafted.has_two[row].fill_(False)
 
     def move(self, source: int, row: int) -> None:
         self.state.move(source, row)
@@ -144,10 +144,10 @@ class DeviceRows:
 
     def write_acceptance(self, tables: Sequence[Sequence[tuple[Floats, Floats]]]) -> None:
         """Update each drafter's acceptance probabilities: heights and slopes of the lines of each table."""
-        for own, lines in zip(self.state.drafts, tables, strict=True):
+        for drafted, lines in zip(self.state.drafts, tables, strict=True):
             for i, (heights, slopes) in enumerate(lines):
-                own.chances.heights[i].copy_(self._there(heights.astype(np.float32)))
-                own.chances.slopes[i].copy_(self._there(slopes.astype(np.float32)))
+                drafted.chances.heights[i].copy_(self._sent(heights.astype(np.float32)))
+                drafted.chances.slopes[i].copy_(self._sent(slopes.astype(np.float32)))
 
     # ------------------------------------------------------------------------------------------- launch
 
@@ -255,10 +255,10 @@ class DeviceRows:
         padded, adapters = self._target.padded, [served.request.adapter for served in launch.device_requests]
         assert padded is not None
         assert padded.adapter_slots is not None
-        found = padded.adapter_slots.place([None if adapter is None else adapter.table for adapter in adapters])
-        assert found is not None, "the scheduler runs requests with as many adapters as there are slots"
+        slots = padded.adapter_slots.place([None if adapter is None else adapter.table for adapter in adapters])
+        assert slots is not None, "the scheduler runs requests with as many adapters as there are slots"
         lora_indices[:] = 0
-        lora_indices[: len(found)] = found
+        lora_indices[: len(slots)] = slots
 
     def wait(self) -> None:
         """Wait until everything that was launched is done, also in part."""

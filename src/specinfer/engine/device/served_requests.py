@@ -72,14 +72,14 @@ class DrawnRequests:
         Args:
             most_nodes: Draft tokens of a request that a step with this number of rows may have.
         """
-        found = [
+        undrawable = [
             (served, budget)
             for served, budget in zip(device_requests, budgets, strict=True)
             if self.has(served.request) and not holds_expansion(shape, budget)
         ]
         self._too_wide = {request: rows for request, rows in self._too_wide.items() if not request.is_finished}
-        self._too_wide |= {served.request: num_rows for served, budget in found if budget.max_nodes > most_nodes}
-        return [served for served, _ in found]
+        self._too_wide |= {served.request: num_rows for served, budget in undrawable if budget.max_nodes > most_nodes}
+        return [served for served, _ in undrawable]
 
     def note(self, request: Request, answer: Answer, drafters: Sequence[str | None]) -> None:
         """Let a request continue with random numbers that were not used.

@@ -119,8 +119,8 @@ class DeviceState:
                 ),
                 named=zeros(num_rows, MAX_LOGPROB_TOKEN_IDS),
                 drafts=tuple(
-                    replace(own, slots=slots, known=known) if kind.shares_cache else own
-                    for own, kind in zip(drafts, kinds, strict=True)
+                    replace(drafted, slots=slots, known=known) if kind.shares_cache else drafted
+                    for drafted, kind in zip(drafts, kinds, strict=True)
                 ),
             )
 
