@@ -22,10 +22,10 @@ from specinfer.drafters import Drafter, MergedDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.budgets import DeviceBudgets
-from specinfer.engine.device.draft_shape import shape_of
+from specinfer.engine.device.draft_shape import DraftShape, shape_of
 from specinfer.engine.device.drafts import DeviceDrafts
 from specinfer.engine.device.guesses import DeviceGuesses
-from specinfer.engine.device.launch import Launch
+from specinfer.engine.device.launch import DeviceRequest, Guess, Launch
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.processing import READS_LOGITS, Processing, drawn_rule, why_not, why_not_sampled
@@ -161,31 +161,22 @@ class DeviceExecutor:
                 self.leave()
             return None
         budgets = self._budgets.of(device_requests, policy.budgets)
-        requests = [served.request for served in device_requests]
         reach = max((budget.max_depth for budget in self._budgets.uncut), default=0)
         reach += sum(1 + launch.size.max_depth for launch in self._launches)  # tokens that the host does not know
-        has_masks = any(request.restricts_tokens(reach) for request in requests)
+        has_masks = any(served.request.restricts_tokens(reach) for served in device_requests)
         if has_masks and self._launches:
             return None  # masks need to know all tokens
-        if masked := [served for served in device_requests if self._drawn.are_masked(served.request, reach)]:
-            for served in masked:
-                self._served.send_away(served)
-            return self._plan(policy, clock)
         num_rows = at_least(REQUESTS, len(device_requests)) or REQUESTS[-1]
         most = self._device.max_rows // num_rows
-        has_lookups = self._guesses.has_lookups
-        look_up = has_lookups and most > 1 and any(budget.max_nodes for budget in self._budgets.uncut)
-        if look_up and self._launches:
-            return None  # lookups need to know all tokens
-        most_nodes = min(num_slots, most - 1)
-        if look_up and not self._budgets.asks_model(device_requests, budgets):
-            shape, guesses = self._guesses.alone(device_requests, self._budgets.uncut, most_nodes)
-        else:
-            guess_depth = max(budget.max_depth for budget in self._budgets.uncut) if has_lookups else 0
-            shape = shape_of(budgets, most_nodes, most, guess_depth, self._drafts.kinds, 1 + num_slots)
-            guesses = []
-        if undrawable := self._drawn.undrawable(device_requests, budgets, shape, num_rows, most - 1):
-            for served in undrawable:
+        leaving = [served for served in device_requests if self._drawn.are_masked(served.request, reach)]
+        if not leaving:
+            proposal = self._propose(device_requests, budgets, num_slots, most)
+            if proposal is None:
+                return None  # lookups need to know all tokens
+            shape, guesses = proposal
+            leaving = self._drawn.undrawable(device_requests, budgets, shape, num_rows, most - 1)
+        if leaving:
+            for served in leaving:
                 self._served.send_away(served)
             return self._plan(policy, clock)
         if shape is not None and self._launches and shape.num_models > 1:
@@ -194,13 +185,7 @@ class DeviceExecutor:
             return None  # the drafter has to read tokens that the host does not have yet
         self._budgets.next()
         num_read = self._drafts.count_read(device_requests, budgets)
-        asked = Asked.from_params([request.params for request in requests], self._target.loaded.vocab_size)
-        rule = self._drawn.rule if any(map(self._drawn.has, requests)) else None
-        adapts = any(request.adapter is not None for request in requests)
-        recomputed = self._device.num_recomputed(max(served.num_recomputed for served in device_requests))
-        processing = max(map(Processing.from_request, requests))
-        is_traced = any(request.trace is not None for request in requests)
-        wanted = LaunchSize(num_rows, shape, processing, asked, rule, adapts, recomputed, has_masks, is_traced)
+        wanted = self._size_of(device_requests, num_rows, shape, has_masks=has_masks)
         may_cut = not any(budget.widths for budget in budgets)
         for least in (wanted, replace(wanted, shape=None)):  # plainly, where drafters have too few slots
             size = self._device.size_for(least, num_slots, may_cut=may_cut)
@@ -209,11 +194,49 @@ class DeviceExecutor:
             assert size.num_slots <= 1 + num_slots
             launch = Launch(device_requests, budgets, size, num_read, clock, guesses=guesses)
             if self._drafts.reserve(launch):
-                if size.shape is not None and size.num_models and has_lookups:
+                if size.shape is not None and size.num_models and self._guesses.has_lookups:
                     launch.guesses = self._guesses.of(device_requests, self._budgets.uncut, size.shape)
                 return launch
         self.leave()
         return None
+
+    def _propose(
+        self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget], num_slots: int, most: int
+    ) -> tuple[DraftShape | None, list[Guess]] | None:
+        """Return the shape of the trees of a step, and their nodes if lookups alone propose them.
+
+        Args:
+            num_slots: Draft tokens of a request that there are slots for.
+            most: Rows of a request.
+
+        Returns:
+            Both, or None if lookups have to wait for what is in flight.
+        """
+        uncut, has_lookups, most_nodes = self._budgets.uncut, self._guesses.has_lookups, min(num_slots, most - 1)
+        looks_up = has_lookups and most > 1 and any(budget.max_nodes for budget in uncut)
+        if looks_up and self._launches:
+            return None
+        if looks_up and not self._budgets.asks_model(device_requests, budgets):
+            return self._guesses.alone(device_requests, uncut, most_nodes)
+        guess_depth = max(budget.max_depth for budget in uncut) if has_lookups else 0
+        return shape_of(budgets, most_nodes, most, guess_depth, self._drafts.kinds, 1 + num_slots), []
+
+    def _size_of(
+        self, device_requests: Sequence[DeviceRequest], num_rows: int, shape: DraftShape | None, *, has_masks: bool
+    ) -> LaunchSize:
+        """Return the smallest size of a step of these requests."""
+        requests = [served.request for served in device_requests]
+        return LaunchSize(
+            num_rows,
+            shape,
+            processing=max(map(Processing.from_request, requests)),
+            asked=Asked.from_params([request.params for request in requests], self._target.loaded.vocab_size),
+            rule=self._drawn.rule if any(map(self._drawn.has, requests)) else None,
+            adapts=any(request.adapter is not None for request in requests),
+            num_recomputed=self._device.num_recomputed(max(served.num_recomputed for served in device_requests)),
+            is_masked=has_masks,
+            is_traced=any(request.trace is not None for request in requests),
+        )
 
     def draft(self, plan: Launch) -> None:
         try:
