@@ -16,7 +16,8 @@ from specinfer.core.logprob import with_texts
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.thought import Reasoning, Thought
-from specinfer.verify.logits import AskedLogprobs, adjust, process_logits, top_logprobs, truncate
+from specinfer.engine.emission import AskedLogprobs, top_logprobs
+from specinfer.verify.logits import adjust, process_logits, truncate
 
 VOCAB = 12
 EOS = (1, 4)

@@ -7,22 +7,18 @@ that node's own path.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specinfer.core.grammar.state import Bits, has_bit, set_bit
-from specinfer.core.logprob import Logprob, by_token
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.token_counts import TokenCounts
-from specinfer.ops import computing_alone, tree_ops
-from specinfer.ops.cpu import transfers
+from specinfer.ops import tree_ops
 from specinfer.ops.cpu.choice import most_probable
 from specinfer.ops.cpu.transfers import send
-from specinfer.ops.token_scores import TokenScores, score_tokens
 from specinfer.ops.tree_layout import num_words
 from specinfer.ops.triton import runs_on
 
@@ -162,51 +158,6 @@ def _nucleus(scores: Tensor, best: Tensor, least: Tensor, top_p: float) -> Tenso
             mass_up_to = weights(values).cumsum(dim=-1, dtype=torch.float64)
     last = (mass_up_to[:, :-1] < wanted).sum(dim=-1, keepdim=True)
     return torch.maximum(least, values.gather(-1, last))
-
-
-class AskedLogprobs(NamedTuple):
-    """Places of one request at which log-probabilities are asked for.
-
-    Attributes:
-        logits: [rows, vocab] float32, the model's unprocessed logits.
-        places: A row of each place.
-        tokens: The emitted token of each place.
-        num_best: Number of best tokens.
-        others: Further token ids, the same for all places.
-    """
-
-    logits: Tensor
-    places: Sequence[int]
-    tokens: Sequence[int]
-    num_best: int
-    others: Sequence[int] = ()
-
-    @property
-    def wanted(self) -> list[list[int]]:
-        """The tokens of each place but the best ones."""
-        return [[token, *self.others] for token in self.tokens]
-
-    def scores(self) -> TokenScores:
-        """Return the scores on the device of the logits, which nobody waits for."""
-        device, count = self.logits.device, min(self.num_best, self.logits.shape[1])
-        out = TokenScores.empty(len(self.places), 1 + len(self.others), count, device)
-        score_tokens(self.logits, send(np.array(self.places), device), send(np.array(self.wanted), device), out)
-        return out
-
-
-@computing_alone()
-def top_logprobs(asked: Sequence[AskedLogprobs]) -> list[list[dict[int, Logprob]]]:
-    """Return log-probabilities before processing after each place of each request, without texts.
-
-    They are of its token, then of the best, then of the others, by token id. Of tokens that are equally probable the
-    first is the best. A device is waited for once.
-    """
-    arrays = iter(transfers.on_host([one for own in asked for one in own.scores()]))
-    found = []
-    for own in asked:
-        values, ranks, best, best_values = (next(arrays).tolist() for _ in TokenScores._fields)
-        found.append(list(map(by_token, own.wanted, values, ranks, best, best_values)))
-    return found
 
 
 def write_allowed(bits: Bits, request: Request, paths: Sequence[Sequence[int]]) -> None:

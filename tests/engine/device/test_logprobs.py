@@ -18,10 +18,10 @@ from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked, read_logprobs, result_shapes, write_logprobs
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.state import Exchange
+from specinfer.engine.emission import AskedLogprobs, top_logprobs
 from specinfer.engine.engine import Engine
 from specinfer.model.load import LoadedModel
 from specinfer.ops import token_scores
-from specinfer.verify.logits import AskedLogprobs, top_logprobs
 from tiny import VOCAB, make_request, random_prompts, run
 
 Pair = tuple[LoadedModel, LoadedModel]
