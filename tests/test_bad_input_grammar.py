@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from attacked import CHAT, TEXT, TOKENIZE, Attack, Attacked
+from hostile import BOMBS, CHAT, TEXT, TOKENIZE, Attack, Attacked
 from specinfer import LLM
 
 pytestmark = pytest.mark.usefixtures("small_demo")
@@ -289,15 +289,6 @@ def test_32_templates_run_in_a_sandbox(server: Attacked, template: str) -> None:
     if answer.status_code == 200:
         written = server.llm.tokenizer.decode(answer.json()["prompt_token_ids"])
         assert not any(word in written for word in ("class '", "<built-in", "uid=", "__main__", "Quitter"))
-
-
-BOMBS = {
-    "patterns of one string": {"allOf": [{"type": "string", "pattern": f"a{{{i},}}.*b"} for i in range(1, 201)]},
-    "3,000 optional properties": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}},
-    "references in a circle": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-    "repeats of repeats": {"type": "string", "pattern": "((((a{1,50}b?){1,50}c?){1,50}d?){1,50}e?){1,50}f"},
-    "contradictions": {"allOf": [{"type": "string", "pattern": f"^(a|b)*a(a|b){{{i}}}$"} for i in range(20, 40)]},
-}
 
 
 @pytest.fixture(scope="module")

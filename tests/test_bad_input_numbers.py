@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attacked import CHAT, DETOKENIZE, TEXT, Attack, Attacked
+from hostile import CHAT, DETOKENIZE, TEXT, Attack, Attacked
 from specinfer import LLM, RequestError
 from specinfer.core.sampling import MAX_LOGPROBS
 from tiny import save_model, save_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from attacked import CHAT, DETOKENIZE, TEXT, TOKENIZE, Attack, Attacked, check_refusal
+from hostile import CHAT, DETOKENIZE, TEXT, TOKENIZE, Attack, Attacked, check_refusal
 from specinfer import LLM
 
 pytestmark = pytest.mark.usefixtures("small_demo")

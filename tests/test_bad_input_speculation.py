@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attacked import CHAT, TEXT, Attack, Attacked
+from hostile import CHAT, TEXT, Attack, Attacked
 from specinfer import LLM
 from specinfer.engine import host_executor
 from specinfer.engine.commit import Committer

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from attacked import TEXT
+from hostile import TEXT
 from specinfer import LLM, QueueLimits
 from specinfer.server import process
 from specinfer.server.config import ServerConfig

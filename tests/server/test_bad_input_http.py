@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fastapi.routing import APIRoute
 
-from attacked import CHAT, TEXT, Attack, Attacked, check_refusal
+from hostile import CHAT, TEXT, Attack, Attacked, check_refusal
 from specinfer import LLM
 from specinfer.core.systems import max_descriptors
 from specinfer.server import auth, chat, completions, operations, page, responses, tokens

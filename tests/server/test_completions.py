@@ -14,12 +14,12 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from serving import events_of, served
-from soak import agree
 from specinfer import LLM, AsyncLLM, QueueLimits, SamplingParams
 from specinfer.core.outputs import CompletionOutput, TextChunk
 from specinfer.core.speculation import StepTrace, TracedNode
 from specinfer.server.field_checks import IGNORED_HEADER
 from specinfer.server.generations import finish_all
+from tests.server.pressure.soak import agree
 from tiny import save_model, save_tokenizer
 
 TEXT = "the other one and that is the thing of it"

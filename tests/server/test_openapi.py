@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from attacked import CHAT, DETOKENIZE, TEXT, TOKENIZE, Attacked, check_refusal
+from hostile import CHAT, DETOKENIZE, TEXT, TOKENIZE, Attacked, check_refusal
 from specinfer import LLM, QueueLimits
 from specinfer.server.app import create_app
 from specinfer.server.config import ServerConfig

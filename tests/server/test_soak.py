@@ -1,16 +1,12 @@
-"""A short soak of the embedded pair: no wrong answer, nothing left behind. `tests/support/soak.py` is the long one.
-
-`tests/support/crowd.py` is a crowd of clients that never complete what they begin, `tests/support/attack.py` an attack
-in many ways at once.
-"""
+"""Short runs of the programs of `tests/server/pressure`: no wrong answer, nobody locked out, nothing left behind."""
 
 import socket
 
 import pytest
 
-from attack import attack
-from crowd import DESCRIPTORS, press
-from soak import soak
+from tests.server.pressure.attack import attack
+from tests.server.pressure.crowd import DESCRIPTORS, press
+from tests.server.pressure.soak import soak
 
 
 def _free_port() -> int:

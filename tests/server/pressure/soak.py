@@ -1,6 +1,6 @@
 """A soak: many clients of all kinds at one server for a long time, each answer compared with plain decoding's.
 
-    python tests/support/soak.py --minutes 20 --clients 12 --json soak.json
+    python -m tests.server.pressure soak --minutes 20 --clients 12 --json soak.json
 
 starts `specinfer serve demo` and ends with a report: answers, aborts and refusals; wrong answers; and the server's
 memory, open files, threads and KV slots over time. Whoever wants no wrong answer and flat lines reads it; the exit
@@ -8,25 +8,20 @@ code says so, too. What is expected comes from an engine of its own without draf
 through the same application, one request after the other.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import random
 import re
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-Body = dict[str, Any]
+from tests.server.pressure.served import CHAT, TEXT, Body, engine_of, events_of, serving
 
 _HEADER = '"""Queues and stacks.\n\nThis module has the classes of a small library of containers."""\n\n' + "\n\n".join(
     f"class {name}:\n    def __init__(self, items=()):\n        self.items = list(items)\n\n    def __len__(self):\n"
@@ -47,11 +42,11 @@ def cases(num_each: int = 4) -> list[tuple[str, Body]]:
     made: list[tuple[str, Body]] = []
 
     def complete(prompt: Any, **body: Any) -> None:
-        made.append(("/v1/completions", {"prompt": prompt, **body}))
+        made.append((TEXT, {"prompt": prompt, **body}))
 
     def chat(text: str, **body: Any) -> None:
         messages = [{"role": "system", "content": _HEADER[:400]}, {"role": "user", "content": text}]
-        made.append(("/v1/chat/completions", {"messages": messages, **body}))
+        made.append((CHAT, {"messages": messages, **body}))
 
     for i in range(num_each):
         complete("def main(", max_tokens=8 + 40 * i, temperature=0)
@@ -148,6 +143,16 @@ class Report:
     def is_sound(self) -> bool:
         return bool(self.num_responses) and not self.wrong and not self.failed and not self.leaks()
 
+    def lines(self) -> list[str]:
+        """The report in words."""
+        shown = self.samples[:: max(len(self.samples) // 10, 1)]
+        return [
+            f"{self.num_responses} answers, {self.num_tokens} tokens in whole ones, {self.num_aborted} left early,",
+            f"{self.num_refused} refused, {len(self.wrong)} wrong, {len(self.failed)} failed",
+            *self.failed[:5], *map(str, self.wrong[:3]), *self.leaks(),
+            *(str({key: round(value, 3) for key, value in sample.items()}) for sample in shown),
+        ]  # fmt: skip
+
     def leaks(self) -> list[str]:
         """What did not stay flat, in words."""
         memory = max(sample["rss_mib"] for sample in self.samples) if self.samples else 0
@@ -212,22 +217,13 @@ class Soak:
                 self.report.num_refused += 1
                 return
             assert response.status_code == 200, (await response.aread()).decode()
-            done = False
-            async for line in response.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    done = True
-                    break
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
+            async for event in events_of(response):
                 for choice in event["choices"]:
                     _join(choices.setdefault(choice["index"], {"index": choice["index"]}), choice)
                 num_chunks -= 1
                 if abort and not num_chunks:
                     self.report.num_aborted += 1
                     return
-            assert done, "a stream ended without [DONE]"
         got = response_of({"choices": list(choices.values())})
         want = [[*one] for one in self._answers[i]]
         for mine, right in zip(got, want, strict=True):
@@ -282,31 +278,6 @@ def _join(whole: Body, choice: Body) -> None:
             message["tool_calls"][call["index"]]["function"][key] += call["function"].get(key) or ""
 
 
-@contextmanager
-def serving(*options: str, port: int, scheme: str = "http", **given: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """`specinfer serve demo` in a process of its own, ready; ended by SIGTERM, which must work."""
-    command = [sys.executable, "-m", "specinfer", "serve", "demo", "--port", str(port), *options]
-    process = subprocess.Popen(command, **given)
-    try:
-        for _ in range(600):
-            with suppress(httpx.TransportError):
-                if httpx.get(f"{scheme}://127.0.0.1:{port}/health/ready", verify=False).status_code == 200:
-                    break
-            assert process.poll() is None, "the server ended"
-            time.sleep(0.1)
-        yield process
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-def engine_of(process: subprocess.Popen[bytes]) -> int:
-    """The process of the engine, behind its parent."""
-    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
-
-
 def soak(seconds: float, num_clients: int, *, port: int, seed: int = 0, num_each: int = 4) -> Report:
     """All of it: what is expected, the server, the clients."""
     asked = cases(num_each)
@@ -316,27 +287,3 @@ def soak(seconds: float, num_clients: int, *, port: int, seed: int = 0, num_each
     with serving(*options, port=port) as process:
         engine = engine_of(process)
         return asyncio.run(Soak(f"http://127.0.0.1:{port}", engine, asked, answers, seed).run(seconds, num_clients))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--port", type=int, default=8391)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    report = soak(60 * given.minutes, given.clients, port=given.port, seed=given.seed)
-    if given.json:
-        given.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
-    print(f"{report.num_responses} answers, {report.num_tokens} tokens in whole ones, {report.num_aborted} left early,")
-    print(f"{report.num_refused} refused, {len(report.wrong)} wrong, {len(report.failed)} failed")
-    for line in (*report.failed[:5], *map(str, report.wrong[:3]), *report.leaks()):
-        print(line)
-    for sample in report.samples[:: max(len(report.samples) // 10, 1)]:
-        print({key: round(value, 3) for key, value in sample.items()})
-    sys.exit(0 if report.is_sound else 1)
-
-
-if __name__ == "__main__":
-    main()

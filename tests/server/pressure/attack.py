@@ -1,6 +1,6 @@
 """Hostile clients at a server for minutes, and two honest keys that must not notice.
 
-    python tests/support/attack.py --minutes 10 --json attack.json
+    python -m tests.server.pressure attack --minutes 10 --json attack.json
 
 starts `specinfer serve demo` with a key file that limits the hostile keys, measures the honest keys alone and under
 attack in turns, and reports their answers, their times to the first token, the server's memory and the size of its log.
@@ -8,19 +8,16 @@ The hostile clients have a process of their own, at the lowest priority: on one 
 not count as what they cost the server.
 """
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import random
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,7 +25,8 @@ from typing import Any
 import httpx
 import psutil
 
-from soak import Body, serving
+from tests.server.pressure.served import CHAT, TEXT, Body, events_of, serving
+from tests.support.hostile import BOMBS, MALFORMED
 
 _LIMITS = "max-num-seqs=1 max-num-queued-reqs=4 max-tokens-per-minute=6000 max-connections=8 max-incoming-bytes=8000000"
 _ROUNDS = 6  # in each, quiet time and then an attack of three times that length
@@ -37,12 +35,8 @@ _SETTLED = 0.5  # seconds until the hostile requests of a round are there, or go
 _OPTIONS = ("--kv-cache-memory-bytes", "50M")
 _READERS = {"specinfer.inputs.text_reader", "specinfer.core.grammar.trial"}  # modules run as processes
 _HONEST = ("honest-key-1", "honest-key-2")
-_TEXT, _CHAT = "/v1/completions", "/v1/chat/completions"
+_SCHEMAS = [BOMBS[name] for name in ("patterns of one string", "3,000 optional properties", "references in a circle")]
 _PROMPTS = ("def main(", "import os\n", "class Stack:\n", "for i in ", "# numbers\n", "def read(self, size):", "x = ")
-_DEEP: Any = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}
-_PATTERNS = [{"type": "string", "pattern": f"a{{{i},}}.*b"} for i in range(24)]
-_MALFORMED = (b"\0" * 5000, b"GET / HTTP/9\r\n\r\n", b"POST / HTTP/1.1\nA: b\n\n", b"X-A: a\r\n" * 5000)
-_LOOP = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
 
 
 @dataclass(slots=True)
@@ -64,6 +58,10 @@ class Report:
         size = -(-len(last) // 10)
         kept = [min(last[i : i + size], key=lambda sample: sample[1]) for i in range(0, len(last), size)]
         return 60 * statistics.linear_regression(*zip(*kept, strict=True)).slope
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.wrong and not self.failed
 
     @property
     def ratio(self) -> float:
@@ -92,6 +90,7 @@ class Report:
         return [
             *shown, f"ratio of medians {self.ratio:.2f}; {len(self.wrong)} wrong, {len(self.failed)} failed", memory,
             f"log: {self.log_bytes / 1e6:.2f} MB; hostile requests by status: {self.statuses}",
+            *self.wrong[:5], *self.failed[:5],
         ]  # fmt: skip
 
 
@@ -143,14 +142,11 @@ class Honest:
         """The seconds to the first token of a seeded stream, and its text."""
         body = {"prompt": prompt, "max_tokens": 32, "temperature": 0.8, "seed": 5, "stream": True}
         start, first, text = time.monotonic(), 0.0, ""
-        async with self._client.stream("POST", _TEXT, json=body, headers=_bearer(key)) as response:
+        async with self._client.stream("POST", TEXT, json=body, headers=_bearer(key)) as response:
             assert response.status_code == 200, (await response.aread()).decode()
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line[6:])
-                    assert "error" not in event, event
-                    first = first or time.monotonic() - start
-                    text += event["choices"][0]["text"] if event["choices"] else ""
+            async for event in events_of(response):
+                first = first or time.monotonic() - start
+                text += event["choices"][0]["text"] if event["choices"] else ""
         return first, text
 
     async def _watch(self, every: float) -> None:
@@ -206,30 +202,32 @@ class Hostile:
 
     async def _bombs(self, headers: dict[str, str]) -> int:
         """Grammars, patterns, schemas, references and templates."""
-        formats = [{"allOf": _PATTERNS}, _LOOP, _DEEP]
         bodies = [
             {"structured_outputs": {"regex": "((((a{1,99}){1,99}){1,99}){1,99})"}},
             {"structured_outputs": {"grammar": 'root ::= root root | "a" root'}},
-            *({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": s}}} for s in formats),
+            *(
+                {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": s}}}
+                for s in _SCHEMAS
+            ),
             {"chat_template": "{% for i in range(10**9) %}a{% endfor %}"},
         ]
         body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, **self._random.choice(bodies)}
-        return await self._post(_CHAT, body, headers)
+        return await self._post(CHAT, body, headers)
 
     async def _long_prompts(self, headers: dict[str, str]) -> int:
         text = "".join(self._random.choices("abcdefgh \n", k=500))
-        return await self._post(_TEXT, {"prompt": [text] * 4, "max_tokens": 200}, headers)
+        return await self._post(TEXT, {"prompt": [text] * 4, "max_tokens": 200}, headers)
 
     async def _many_outputs(self, headers: dict[str, str]) -> int:
         body = {"prompt": "a", "n": self._random.choice((1, 5, 128)), "max_tokens": 400, "ignore_eos": True}
-        return await self._post(_TEXT, body, headers)
+        return await self._post(TEXT, body, headers)
 
     async def _texts_to_read(self, headers: dict[str, str]) -> int:
         return await self._post("/tokenize", {"prompt": "a b " * 250_000}, headers)
 
     async def _slow_reader(self, headers: dict[str, str]) -> int:
         body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 20}
-        async with self._client.stream("POST", _TEXT, json=body, headers=headers) as response:
+        async with self._client.stream("POST", TEXT, json=body, headers=headers) as response:
             async for _ in response.aiter_raw(64):
                 await asyncio.sleep(0.5)
                 if self._random.random() < 0.1:
@@ -239,7 +237,7 @@ class Hostile:
     async def _leaver(self, headers: dict[str, str]) -> int:
         body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
         with suppress(httpx.TimeoutException):
-            await self._client.post(_TEXT, json=body, headers=headers, timeout=self._random.uniform(0.001, 0.3))
+            await self._client.post(TEXT, json=body, headers=headers, timeout=self._random.uniform(0.001, 0.3))
         return 0
 
     async def _silent(self, headers: dict[str, str]) -> int:
@@ -254,11 +252,7 @@ class Hostile:
 
     async def _malformed(self, headers: dict[str, str]) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        writer.write(
-            self._random.choice(
-                (b"\0" * 5000, b"GET / HTTP/9\r\n\r\n", b"POST / HTTP/1.1\nA: b\n\n", b"X-A: a\r\n" * 5000)
-            )
-        )
+        writer.write(self._random.choice(MALFORMED))
         with suppress(OSError, TimeoutError):
             await asyncio.wait_for(reader.read(), 5)
         writer.transport.abort()
@@ -299,21 +293,3 @@ def attack(seconds: float, *, port: int, seed: int = 0) -> Report:
             hostile_clients.join()
         report.log_bytes = log.stat().st_size
     return report
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--port", type=int, default=8393)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    report = attack(60 * given.minutes, port=given.port, seed=given.seed)
-    if given.json:
-        given.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
-    print("\n".join([*report.lines(), *report.wrong[:5], *report.failed[:5]]))
-    sys.exit(1 if report.wrong or report.failed else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,17 @@
 """A crowd of clients that keep a server waiting in every way, more of them than it has descriptors.
 
-    python tests/support/crowd.py --seconds 120 --tls
+    python -m tests.server.pressure crowd --minutes 2 --tls
 
 starts `specinfer serve demo` with 256 descriptors and reports how long /health took, what the log got, and what is left
 afterwards.
 """
 
-import argparse
 import asyncio
 import os
 import random
 import resource
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -23,7 +21,7 @@ from tempfile import TemporaryDirectory
 
 import httpx
 
-from soak import engine_of, serving
+from tests.server.pressure.served import TEXT, engine_of, serving
 
 DESCRIPTORS = 256
 _EACH = 60  # connections of each kind
@@ -42,6 +40,19 @@ class Report:
     num_lines: int = 0  # of the log
     num_files: tuple[int, int] = (0, 0)  # of the server, before and after
     answer_seconds: float = 0.0  # to a request afterwards
+
+    @property
+    def is_sound(self) -> bool:
+        return max(self.health_seconds) < 1
+
+    def lines(self) -> list[str]:
+        """The report in words."""
+        times = sorted(self.health_seconds)
+        return [
+            f"{self.num_connections} connections; /health {len(times)} times: median {times[len(times) // 2]:.3f} s, ",
+            f"longest {times[-1]:.3f} s; {self.num_lines} lines in the log; files before and after {self.num_files};",
+            f"a request afterwards took {self.answer_seconds:.3f} s",
+        ]
 
 
 async def _idle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -151,7 +162,7 @@ def press(seconds: float, port: int, *, tls: bool) -> Report:
             asyncio.run(_crowd(port, seconds, report, tls=tls))
             start = time.monotonic()
             asked = {"prompt": "def f", "max_tokens": 4}
-            answer = httpx.post(f"{scheme}://127.0.0.1:{port}/v1/completions", json=asked, verify=_untrusting())
+            answer = httpx.post(f"{scheme}://127.0.0.1:{port}{TEXT}", json=asked, verify=_untrusting())
             assert answer.status_code == 200, answer.text
             report.answer_seconds = time.monotonic() - start
             end = time.monotonic() + 10
@@ -160,21 +171,3 @@ def press(seconds: float, port: int, *, tls: bool) -> Report:
             report.num_files = before, len(os.listdir(files))
             report.num_lines = len(log.read_text().splitlines()) - num_lines
     return report
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--port", type=int, default=8392)
-    parser.add_argument("--tls", action="store_true")
-    given = parser.parse_args()
-    report = press(given.seconds, given.port, tls=given.tls)
-    times = sorted(report.health_seconds)
-    print(f"{report.num_connections} connections; /health {len(times)} times: median {times[len(times) // 2]:.3f} s, ")
-    print(f"longest {times[-1]:.3f} s; {report.num_lines} lines in the log; files before and after {report.num_files};")
-    print(f"a request afterwards took {report.answer_seconds:.3f} s")
-    sys.exit(0 if times[-1] < 1 else 1)
-
-
-if __name__ == "__main__":
-    main()

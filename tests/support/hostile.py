@@ -1,4 +1,4 @@
-"""A server under attack, in a thread of its own, and a neighbour that must not notice.
+"""Hostile requests, a server that receives them in a thread of its own, and a neighbour that must not notice.
 
 The neighbour is a seeded request with speculation. It runs while the attack is served and has to say what it says
 alone; afterwards the server is healthy and serves the same again.
@@ -24,6 +24,16 @@ from specinfer.server.stream import ANTHROPIC, OLLAMA, OPENAI, dialect_of
 T = TypeVar("T")
 CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 PATIENCE = 60.0
+# Schemas that are costly to compile.
+BOMBS = {
+    "patterns of one string": {"allOf": [{"type": "string", "pattern": f"a{{{i},}}.*b"} for i in range(1, 201)]},
+    "3,000 optional properties": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}},
+    "references in a circle": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    "repeats of repeats": {"type": "string", "pattern": "((((a{1,50}b?){1,50}c?){1,50}d?){1,50}e?){1,50}f"},
+    "contradictions": {"allOf": [{"type": "string", "pattern": f"^(a|b)*a(a|b){{{i}}}$"} for i in range(20, 40)]},
+}
+# Bytes that are no request.
+MALFORMED = (b"\0" * 5000, b"GET / HTTP/9\r\n\r\n", b"POST / HTTP/1.1\nA: b\n\n", b"X-A: a\r\n" * 5000)
 _LONG = {"prompt": "def read(self, size):", "seed": 7, "temperature": 0.8, "max_tokens": 50, "ignore_eos": True}
 _SHORT = {"prompt": "import ", "seed": 8, "temperature": 0.8, "max_tokens": 5, "return_token_ids": True}
 
