@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import reference
+from benchmarks.program import app as laboratory
 from heads import (
     SlowEagle3,
     drafter_of,
@@ -483,12 +484,13 @@ def test_captured_passes_store_hidden_states_of_real_tokens_only(decoder: str, t
 
 def test_bench_measures_a_head_and_grows_it_with_its_target(head: Path, tmp_path: Path) -> None:
     target = save_tokenizer(save_model(tmp_path / "target", "llama", num_hidden_layers=LAYERS))
-    words = ["bench", "latency", "--model", str(target), "--dtype", "float32"]
+    words = ["latency", "--model", str(target), "--dtype", "float32"]
     words += ["--num-prompts", "1", "--max-tokens", "8", "--tree", "2,1", "--repeats", "1", "--prompt-chars", "100"]
-    for more in ([], ["--grow", "2m"]):
-        result = CliRunner().invoke(app, [*words, "--drafter", str(head), *more])
+    for program, more in ((app, []), (laboratory, ["--grow", "2m"])):
+        line = [*(["bench"] if program is app else []), *words, "--drafter", str(head), *more]
+        result = CliRunner().invoke(program, line)
         assert result.exit_code == 0, result.output
         assert "2,1" in result.output
-    result = CliRunner().invoke(app, [*words, "--drafter", str(save_eagle(tmp_path / "eagle")), "--grow", "2m"])
+    result = CliRunner().invoke(laboratory, [*words, "--drafter", str(save_eagle(tmp_path / "eagle")), "--grow", "2m"])
     assert result.exit_code == 2
     assert "(EAGLE) fits the model as it is; leave grow out, or name a small model" in " ".join(result.output.split())

@@ -83,12 +83,12 @@ class DrawnFrom:
         number, the address of the places that were drawn earlier, and how many these are.
         """
         nodes, ranks = np.divmod(numbers, self.places.shape[1])
-        found = np.empty((len(numbers), 5), dtype=np.int64)
+        addresses = np.empty((len(numbers), 5), dtype=np.int64)
         for column, array in ((0, self.token_ids), (1, self.probs), (3, self.places)):
             assert array.shape[1] <= 1 or array.strides[1] == array.itemsize  # of a single column NumPy's is arbitrary
-            found[:, column] = array.ctypes.data + nodes * array.strides[0]
-        found[:, 2], found[:, 4] = self.token_ids.shape[1], 0 if self.is_replaced else ranks
-        return found
+            addresses[:, column] = array.ctypes.data + nodes * array.strides[0]
+        addresses[:, 2], addresses[:, 4] = self.token_ids.shape[1], 0 if self.is_replaced else ranks
+        return addresses
 
 
 class Draws(NamedTuple):

@@ -105,7 +105,7 @@ class BlockDrafter(FeatureDrafter):
         counts = [len(tree.frontier) for tree in growing]
         places = [tree.index * self.kind.max_depth + tree.num_levels for tree in growing]
         if not self._head.is_pairwise and all(self._is_free(tree.request, tree.num_levels) for tree in growing):
-            firsts = Level([one._replace(depths=one.depths[:1]) for one in level.frontiers])
+            firsts = Level([frontier._replace(depths=frontier.depths[:1]) for frontier in level.frontiers])
             logits = rows.logits.index_select(0, torch.tensor(places, device=rows.logits.device))
             alike = draw(self.draft_sampling, logits, firsts, self.vocabulary.token_map)
             return _repeated(alike, counts)

@@ -95,7 +95,7 @@ def _agreement(runner: HeadRunner, ids: Sequence[int], wanted: torch.Tensor, dia
         seen = np.tri(pairs, dtype=np.bool_)
         features = runner.features(_PROBE, 0, pairs)
         logits = runner.forward([Piece(ids[1:], range(pairs), NO_SLOTS, first, seen, pairs, features=features)])
-        found = [runner.choices(logits) == wanted[1:]]
+        agrees = [runner.choices(logits) == wanted[1:]]
         second = runner.cache.reserve(_PROBE, pairs - 1)
         recycled = runner.tensors.taps[0][torch.from_numpy(first[:-1])]
         nodes = Piece(
@@ -103,8 +103,8 @@ def _agreement(runner: HeadRunner, ids: Sequence[int], wanted: torch.Tensor, dia
             np.concatenate([seen[:-1], np.eye(pairs - 1, dtype=np.bool_)], axis=1), pairs - 1,
             first, range(pairs), recycled,
         )  # fmt: skip
-        found.append(runner.choices(runner.forward([nodes])) == wanted[2:])
-        return float(torch.cat(found).float().mean())
+        agrees.append(runner.choices(runner.forward([nodes])) == wanted[2:])
+        return float(torch.cat(agrees).float().mean())
     finally:
         runner.cache.free(_PROBE)
 
@@ -134,12 +134,12 @@ def _block_agreement(runner: HeadRunner, ids: Sequence[int], wanted: torch.Tenso
 def _assistant_agreement(runner: AssistantRunner, ids: Sequence[int], wanted: torch.Tensor) -> float:
     """Do the same for an assistant, one of whose pieces is a token with all tokens before it."""
     slots, ends = runner.target.cache.slots(_PROBE), range(1, len(ids) - 1)
-    features, found = runner.features(_PROBE, 0, len(ends)), []
+    features, agrees = runner.features(_PROBE, 0, len(ends)), []
     for level in range(2):
         pieces = [
             runner.piece([ids[end + level]], slots[:end], feature)
             for end, feature in zip(ends, features.split(1), strict=True)
         ]
         logits, features = runner.score(pieces)
-        found.append(runner.choices(logits) == wanted[1 + level : len(ends) + 1 + level])
-    return float(torch.cat(found).float().mean())
+        agrees.append(runner.choices(logits) == wanted[1 + level : len(ends) + 1 + level])
+    return float(torch.cat(agrees).float().mean())

@@ -87,7 +87,9 @@ class DraftLoop:
 
     def draft(self, wanted: Sequence[Wanted]) -> list[GrownTree] | None:
         cache, known = self._runner.cache, self._cache.known
-        call = self._ready_call(max(len(known[one.request_id].ids) + budget.max_depth for one, budget in wanted))
+        call = self._ready_call(
+            max(len(known[request.request_id].ids) + budget.max_depth for request, budget in wanted)
+        )
         if call is None:
             return None
         num_new = [self._num_new(request) for request, _ in wanted]
@@ -98,7 +100,7 @@ class DraftLoop:
                 self._cache.read_known(request)
                 num_new[i] = self._num_new(request)
         alive: list[object] = []
-        trees = [self._tree(one, num, alive) for one, num in zip(wanted, num_new, strict=True)]
+        trees = [self._tree(tree, num, alive) for tree, num in zip(wanted, num_new, strict=True)]
         grown = call(trees, self._name)
         for (request, _), num, (tree, num_computed) in zip(wanted, num_new, grown, strict=True):
             self._cache.note_read(request, num)
@@ -115,13 +117,13 @@ class DraftLoop:
         return len(self._cache.known[request.request_id].ids) - len(self._runner.cache.slots(request.request_id))
 
     def fitting(self, wanted: Sequence[Wanted]) -> list[Wanted]:
-        def is_wide(one: Wanted) -> bool:  # the distribution of a draw is over `SUPPORT` tokens
-            return max(one.budget.widths, default=0) > SUPPORT
+        def is_wide(tree: Wanted) -> bool:  # the distribution of a draw is over `SUPPORT` tokens
+            return max(tree.budget.widths, default=0) > SUPPORT
 
-        found = [one for one in wanted if self._can_draft(*one)]
-        found = [one for one in found if not (is_wide(one) and self._draws(one.request))]
-        any_draws = any(self._draws(one.request) for one in found)
-        return [one for one in found if not (is_wide(one) and any_draws)]
+        fitting = [tree for tree in wanted if self._can_draft(*tree)]
+        fitting = [tree for tree in fitting if not (is_wide(tree) and self._draws(tree.request))]
+        any_draws = any(self._draws(tree.request) for tree in fitting)
+        return [tree for tree in fitting if not (is_wide(tree) and any_draws)]
 
     def _can_draft(self, request: Request, budget: TreeBudget) -> bool:
         return not is_adjusted(request, budget.max_depth) and (

@@ -139,16 +139,16 @@ class FeatureDrafter(SmallModelDrafter):
         """Draft again from a few places of the text that was emitted while it was not asked, to be scored on that."""
         assert self._scoring is not None
         for start in range(0, len(requests), REPLAYED_TOGETHER):
-            group = [one for one in requests[start : start + REPLAYED_TOGETHER] if self.can_read(one)]
+            group = [request for request in requests[start : start + REPLAYED_TOGETHER] if self.can_read(request)]
             places = [self._scoring.past(request, _PLACES, _PLACE_TOKENS) for request in group]
             for column in zip_longest(*places):
-                past = [one for one in column if one is not None]
-                spans = [Span(one.view, len(one.view.token_ids) - 1, len(one.view.token_ids)) for one in past]
-                self.draft(spans, [TreeBudget.expansion((1,) * len(one.tokens)) for one in past])
-                for one in past:
-                    self._scoring.settle_past(one)
-                    self._drafted.pop(one.view.request_id, None)
-                    self.runner.cache.commit(one.view.request_id, ())
+                past = [place for place in column if place is not None]
+                spans = [Span(place.view, len(place.view.token_ids) - 1, len(place.view.token_ids)) for place in past]
+                self.draft(spans, [TreeBudget.expansion((1,) * len(place.tokens)) for place in past])
+                for place in past:
+                    self._scoring.settle_past(place)
+                    self._drafted.pop(place.view.request_id, None)
+                    self.runner.cache.commit(place.view.request_id, ())
 
     def _sync(self, request: Request) -> Known | None:
         if self._scoring:

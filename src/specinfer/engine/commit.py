@@ -44,7 +44,8 @@ class Committer:
             )  # fmt: skip
             clock.end(record)
             self._learners.on_step(
-                record, [(one.tree, one.acceptance) for one in outcomes if one.tree and one.acceptance]
+                record,
+                [(outcome.tree, outcome.acceptance) for outcome in outcomes if outcome.tree and outcome.acceptance],
             )
         return [outcome.span.request for outcome in outcomes if outcome.acceptance is not None]
 

@@ -57,11 +57,11 @@ def top_logprobs(asked: Sequence[AskedLogprobs]) -> list[list[dict[int, Logprob]
     first is the best. A device is waited for once.
     """
     arrays = iter(transfers.on_host([one for own in asked for one in own.scores()]))
-    found = []
+    logprobs = []
     for own in asked:
         values, ranks, best, best_values = (next(arrays).tolist() for _ in TokenScores._fields)
-        found.append(list(map(by_token, own.wanted, values, ranks, best, best_values)))
-    return found
+        logprobs.append(list(map(by_token, own.wanted, values, ranks, best, best_values)))
+    return logprobs
 
 
 def emit(
@@ -116,9 +116,9 @@ def step_logprobs(
 
     There the tokens are known when they are emitted, one request after the other.
     """
-    found = [list[dict[int, Logprob]]() for _ in decoding]
+    logprobs = [list[dict[int, Logprob]]() for _ in decoding]
     if not decoding or not transfers.is_apart(logits[0]):
-        return found
+        return logprobs
     asking = [
         i
         for i, ((span, _), acceptance) in enumerate(zip(decoding, accepted, strict=True))
@@ -126,8 +126,8 @@ def step_logprobs(
     ]
     asked = [asked_logprobs(decoding[i][0].request, decoding[i][1], accepted[i], logits[i]) for i in asking]
     for i, own in zip(asking, top_logprobs(asked) if asked else (), strict=True):
-        found[i] = own
-    return found
+        logprobs[i] = own
+    return logprobs
 
 
 def reads_prompt(span: Span) -> bool:
@@ -147,8 +147,8 @@ def note_prompt(span: Span, logits: Tensor) -> None:
     if unknown:
         tokens = request.prompt_ids[unknown.start : unknown.stop]
         places = [place - 1 - span.start for place in unknown]
-        (found,) = top_logprobs([AskedLogprobs(logits, places, tokens, count)])
-        request.prompt_logprobs.extend(with_texts(known, request.decode) for known in found)
+        (logprobs,) = top_logprobs([AskedLogprobs(logits, places, tokens, count)])
+        request.prompt_logprobs.extend(with_texts(known, request.decode) for known in logprobs)
 
 
 def target_probs(tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> list[float]:

@@ -68,7 +68,7 @@ class GrammarTurns:
         if request.grammar is None or not request.grammar.is_limited:
             return
         if len(self._credits) >= _MAX_TENANTS:
-            self._credits = {tenant: one for tenant, one in self._credits.items() if not one.is_full}
+            self._credits = {tenant: credit for tenant, credit in self._credits.items() if not credit.is_full}
         request.grammar.credit = self._credits.setdefault(request.tenant, MaskCredit())
 
     def choose(self, requests: Sequence[Request]) -> list[Request]:

@@ -110,7 +110,7 @@ class WaitingQueue:
     def _by_deadline(self, queue: deque[Request]) -> Iterable[Request]:
         """Return requests of equal priority in the order in which they are next."""
         now = self.clock()
-        urgent = sorted((one for one in queue if now < one.due < math.inf), key=lambda one: one.due)
+        urgent = sorted((request for request in queue if now < request.due < math.inf), key=lambda request: request.due)
         return _interleaved(urgent, queue, self._num_taken) if urgent else queue
 
     def _rank(self, request: Request, num_running: int) -> tuple[bool, int, float, int, float, str]:
@@ -126,7 +126,7 @@ def _interleaved(urgent: Iterable[Request], queue: Iterable[Request], num_taken:
     sources = iter(urgent), iter(queue)
     for place in count(num_taken + 1):
         order = reversed(sources) if place % _EVERY == 0 else sources
-        request = next((one for source in order for one in source if one not in taken), None)
+        request = next((candidate for source in order for candidate in source if candidate not in taken), None)
         if request is None:
             return
         taken.add(request)

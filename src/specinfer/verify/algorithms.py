@@ -251,7 +251,7 @@ def verify_seeded(
 
     start = time.perf_counter()
     try:
-        found: Acceptance = RULES[rule].verify(tree, probs_at, SeededSource(uniforms))
-        return replace(found, seconds=time.perf_counter() - start)
+        acceptance: Acceptance = RULES[rule].verify(tree, probs_at, SeededSource(uniforms))
+        return replace(acceptance, seconds=time.perf_counter() - start)
     except _NoValidTokenError as error:
         return Acceptance((), error.reason)

@@ -75,9 +75,9 @@ def _verify_together(groups: Sequence[_Group], scored: Sequence[ScoredTree]) -> 
     parameters, *there = send_together(numbers, scored[0].logits.device)
     scores, left = NodeScores.from_trees(scored, parameters), iter(there)
     results = [group.walk(scores, list(islice(left, len(group.arrays)))) for group in groups]
-    found = iter(fetch(list(chain.from_iterable(results))))
+    arrays = iter(fetch(list(chain.from_iterable(results))))
     return [
-        one for group, own in zip(groups, results, strict=True) for one in group.accept(list(islice(found, len(own))))
+        one for group, own in zip(groups, results, strict=True) for one in group.accept(list(islice(arrays, len(own))))
     ]
 
 

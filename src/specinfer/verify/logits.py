@@ -183,10 +183,10 @@ def _forced_tokens(request: Request, paths: Sequence[Sequence[int]]) -> dict[int
     thought, grammar = request.thought, request.grammar
     if thought is None:
         return {}
-    found = {i: token for i, path in enumerate(paths) if (token := thought.forced(path)) is not None}
+    forced = {i: token for i, path in enumerate(paths) if (token := thought.forced(path)) is not None}
     if grammar is None:
-        return found
-    return {i: token for i, token in found.items() if has_bit(grammar.bits(paths[i]), token)}
+        return forced
+    return {i: token for i, token in forced.items() if has_bit(grammar.bits(paths[i]), token)}
 
 
 def _mask(logits: Tensor, request: Request, paths: Sequence[Sequence[int]]) -> None:

@@ -51,13 +51,13 @@ class NGramDrafter:
         return _chain(tokens[-1], guesses, size, self.name) if size else TokenTree.root(tokens[-1])
 
     def prospects(self, spans: Sequence[Span]) -> list[Prospect]:
-        found = []
+        prospects = []
         for span in spans:
             size, guesses = self._find(span.request, MAX_PROSPECT)
             # The product of the confidences along the chain.
             path_probs = tuple(size / (size + node) for node in range(1, len(guesses) + 1))
-            found.append(Prospect(size, tuple(guesses), path_probs))
-        return found
+            prospects.append(Prospect(size, tuple(guesses), path_probs))
+        return prospects
 
     def _find(self, request: Request, length: int) -> tuple[int, list[int]]:
         """Return the longest of the newest n-grams that occurred before and `length` tokens after it.

@@ -172,12 +172,12 @@ class SuffixDrafter:
 
     def prospects(self, spans: Sequence[Span]) -> list[Prospect]:
         num_left = STEP_TOKENS - self._store_answers(STEP_TOKENS // 2)
-        found = []
+        prospects = []
         for span in spans:
             num_left -= self._read(span.request, num_left)
             with self.store.lock:
-                found.append(follow(self._matches(span.request), self._min_match))
-        return found
+                prospects.append(follow(self._matches(span.request), self._min_match))
+        return prospects
 
     def _draft_one(self, request: Request, budget: TreeBudget) -> TokenTree:
         with self.store.lock:

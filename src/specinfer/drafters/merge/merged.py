@@ -71,7 +71,7 @@ class MergedDrafter:
     @property
     def num_failures(self) -> dict[str, int]:
         """Failures in a row of each drafter, of drafting or of being scored, by name; none if all is well."""
-        counts = {one.name: max(one.num_failures, one.num_unscored) for one in self._guarded}
+        counts = {drafter.name: max(drafter.num_failures, drafter.num_unscored) for drafter in self._guarded}
         return {name: count for name, count in counts.items() if count}
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
@@ -93,25 +93,25 @@ class MergedDrafter:
     @property
     def models(self) -> list[SmallModelDrafter]:
         """The drafters that are models on this rank."""
-        return [one for one in self.drafters if isinstance(one, SmallModelDrafter)]
+        return [drafter for drafter in self.drafters if isinstance(drafter, SmallModelDrafter)]
 
     @property
     def lookups(self) -> list[str]:
         """Names of the drafters that are not models."""
-        return [one.name for one in self._guarded if one.is_lookup]
+        return [drafter.name for drafter in self._guarded if drafter.is_lookup]
 
     def look_up(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         """Return the union of what the lookups alone draft, which may have more nodes than a budget."""
         drafted = []
-        for i, one in enumerate(self._guarded):
-            if one.is_able and one.is_lookup:
+        for i, drafter in enumerate(self._guarded):
+            if drafter.is_able and drafter.is_lookup:
                 shares = [
                     self._share_of(i, (i,), span.request, budget, budget.max_nodes)
                     for span, budget in zip(spans, budgets, strict=True)
                 ]
-                drafted.append(one.collect(one.launch(spans, shares), spans, shares))
-        found = ([tree for tree in trees if tree.num_guessed] or trees[:1] for trees in zip(*drafted, strict=True))
-        return [TokenTree.merge(trees) if len(trees) > 1 else trees[0] for trees in found]
+                drafted.append(drafter.collect(drafter.launch(spans, shares), spans, shares))
+        groups = ([tree for tree in trees if tree.num_guessed] or trees[:1] for trees in zip(*drafted, strict=True))
+        return [TokenTree.merge(trees) if len(trees) > 1 else trees[0] for trees in groups]
 
     def _groups(self) -> Iterator[tuple[list[int], list[int]]]:
         """Yield the drafters that draft at the same time, and those after them.

@@ -133,9 +133,9 @@ class Scoring:
     def settle(self, request: Request, tokens: Sequence[int]) -> None:
         """Score the target tokens emitted after the root, as far as its own tree shows what it would have drafted."""
         account = self._accounts[request.request_id]
-        found = _losses_along(request, tokens, account)
-        account.losses.output.extend(found)
-        account.num_scored += len(found)
+        losses = _losses_along(request, tokens, account)
+        account.losses.output.extend(losses)
+        account.num_scored += len(losses)
 
     def settle_past(self, past: PastText) -> None:
         """Score what was drafted from a place of known text."""
@@ -155,20 +155,17 @@ class Scoring:
         ids, num_prompt, end = request.token_ids, len(request.prompt_ids), len(request.token_ids)
         start = max(account.num_scored, end - MAX_SCORED, 2)  # a head's first feature is that of the first token
         account.num_scored = end
-        found = []
+        places = []
         step = max(-(-(end - start) // num_places), num_tokens)
         for place in range(start, end, step):
             is_prompt = place < num_prompt
             view = _as_text(request, self._is_chosen(request)) if is_prompt else _as_output(request)
             # Its drafts read the request's cache, and no noise is used twice.
-            view.prompt_ids, view.cache_salt, view.drafting.num_draws = (
-                request.prompt_ids,
-                request.cache_salt,
-                request.drafting.num_draws,
-            )
+            view.prompt_ids, view.cache_salt = request.prompt_ids, request.cache_salt
+            view.drafting.num_draws = request.drafting.num_draws
             view.token_ids, view.adapter = ids[:place], request.adapter
-            found.append(PastText(view, ids[place : min(place + num_tokens, num_prompt if is_prompt else end)]))
-        return found
+            places.append(PastText(view, ids[place : min(place + num_tokens, num_prompt if is_prompt else end)]))
+        return places
 
     def skip(self, request: Request) -> None:
         """Leave the known tokens that were not scored without a score, and drop drafts that were never observed."""

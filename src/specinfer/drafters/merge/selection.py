@@ -68,12 +68,12 @@ class Selection:
 
     def due(self, requests: Sequence[Request], model: str) -> list[Request]:
         """Return the requests on whose text the model is to be replayed now."""
-        found = []
+        due = []
         for request in requests:
             course = self._courses.setdefault(request.request_id, _Course())
             if model not in course.asked and len(request.token_ids) >= course.due_at.get(model, 0):
-                found.append(request)
-        return found
+                due.append(request)
+        return due
 
     def note_replay(self, requests: Sequence[Request], model: str) -> None:
         """Note that the model has been replayed on these requests, or has failed to."""

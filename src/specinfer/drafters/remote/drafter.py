@@ -162,10 +162,10 @@ class RemoteDrafter:
 
     def _learned_since(self, requests: Sequence[Request]) -> list[CalibrationState]:
         """Return the changed calibration states that the draft of these requests depends on."""
-        found = []
+        states = []
         for is_greedy, name in sorted({(one.params.is_greedy, source(self.name, one)) for one in requests}):
             state: Floats = self._calibration.state(name)
             if self._learned.get(name) != state.tobytes():
                 self._learned[name] = state.tobytes()
-                found.append(CalibrationState(not is_greedy, state))
-        return found
+                states.append(CalibrationState(not is_greedy, state))
+        return states

@@ -33,9 +33,9 @@ def noise_for(seeds: Sequence[int], numbers: Sequence[int], token_ids: Tensor) -
 
 def most_probable(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the greatest of [rows, vocab] scores in descending order, and their tokens: both [rows, count]."""
-    found = _most_probable_natively(scores, count)
-    if found is not None:
-        return found
+    best = _most_probable_natively(scores, count)
+    if best is not None:
+        return best
     best = scores.topk(count, dim=-1)
     return best.values, best.indices
 
@@ -46,8 +46,8 @@ def most_probable_in_order(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Args:
         scores: [rows, vocab] float32.
     """
-    found = _most_probable_natively(scores, count)
-    return by_keys(scores, count) if found is None else found
+    best = _most_probable_natively(scores, count)
+    return by_keys(scores, count) if best is None else best
 
 
 def by_keys(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

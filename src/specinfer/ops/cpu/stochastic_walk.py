@@ -74,7 +74,7 @@ def walk_stochastic(
 
 def _sources(draws: Sequence[Draws]) -> tuple[Ints, list[object]]:
     """Return what all draws were drawn from, [draws, 5], and the arrays that the addresses are of."""
-    found = np.zeros((sum(len(one.nodes) for one in draws), 5), dtype=np.int64)
+    sources = np.zeros((sum(len(one.nodes) for one in draws), 5), dtype=np.int64)
     pools: dict[int, tuple[DistributionPool, list[Ints], list[Ints]]] = {}
     start, alive = 0, list[object]()
     for one in draws:
@@ -88,12 +88,12 @@ def _sources(draws: Sequence[Draws]) -> tuple[Ints, list[object]]:
         start += len(one.nodes)
     for pool, places, numbers in pools.values():
         at, number = np.concatenate(places), np.concatenate(numbers)
-        found[at] = pool.addresses(number) if isinstance(pool, DrawnFrom) else _one_by_one(pool, number, alive)
-    return found, alive
+        sources[at] = pool.addresses(number) if isinstance(pool, DrawnFrom) else _one_by_one(pool, number, alive)
+    return sources, alive
 
 
 def _one_by_one(pool: DistributionPool, numbers: Ints, alive: list[object]) -> Ints:
-    found = np.zeros((len(numbers), 5), dtype=np.int64)
+    sources = np.zeros((len(numbers), 5), dtype=np.int64)
     for i, number in enumerate(numbers.tolist()):
         distribution = pool[number]
         assert distribution is not None
@@ -101,5 +101,5 @@ def _one_by_one(pool: DistributionPool, numbers: Ints, alive: list[object]) -> I
         probs = np.ascontiguousarray(distribution.probs, dtype=np.float64)
         removed = np.array(distribution.removed, dtype=np.int64)
         alive += ids, probs, removed
-        found[i] = ids.ctypes.data, probs.ctypes.data, len(ids), removed.ctypes.data, len(removed)
-    return found
+        sources[i] = ids.ctypes.data, probs.ctypes.data, len(ids), removed.ctypes.data, len(removed)
+    return sources
