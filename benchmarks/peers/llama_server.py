@@ -102,13 +102,26 @@ class LlamaServer:
             "samplers": ["temperature"], "ignore_eos": True, "cache_prompt": False, "return_tokens": True,
             "n_probs": num_probs,
         }  # fmt: skip
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=self._timeout * (60 + num_tokens))
+        return self._reply("/completion", body, self._timeout * (60 + num_tokens))
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the tokens of a text, with those that its model puts around each.
+
+        Raises:
+            WorkerError: As of `complete`.
+        """
+        body = {"content": text, "add_special": True, "parse_special": True}
+        tokens: list[int] = self._reply("/tokenize", body, self._timeout)["tokens"]
+        return tokens
+
+    def _reply(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout)
         try:
-            connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
             reply: dict[str, Any] = json.loads(response.read())
         except TimeoutError as error:
-            raise WorkerError(f"no answer within {self._timeout * (60 + num_tokens):g} s") from error
+            raise WorkerError(f"no answer within {timeout:g} s") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise WorkerError(f"{PROGRAM} ended: {last_line(self._log)}") from error
         finally:

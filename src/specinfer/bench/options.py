@@ -191,10 +191,6 @@ def check_whole(name: str, value: object, least: int, most: int | None = None) -
         raise ValueError(f"{name} must be a whole number {limits}, not {value!r}")
 
 
-def check_seed(seed: object) -> None:
-    check_whole("seed", seed, 0, MAX_SEED)
-
-
 def check_once(name: str, values: Sequence[object]) -> None:
     """Raise a ValueError that names the field unless there are values, all of them different."""
     if not values or len(set(values)) < len(values):
