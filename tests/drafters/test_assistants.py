@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import reference
-from assistants import SlowAssistant, save_assistant
+from assistants import save_assistant
 from heads import drafter_of, ids_of, llm_of, outputs_beside_an_abort
+from reference.heads import SlowAssistant
 from references_of_text import assert_first_tokens_are_distributed_as_the_models
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from heads import SlowBlock, llm_of, save_block, save_cycle, save_eagle3
+from heads import llm_of, save_block, save_cycle, save_eagle3
+from reference.heads import SlowBlock
 from references_of_text import hidden_states
 from specinfer.core.errors import ModelError
 from specinfer.drafters.block_drafter import BlockDrafter

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import reference
-from heads import drafter_of, ids_of, llm_of, save_cycle, tensors_of
-from pair_heads import LAYERS, MTP_FAMILIES, save_eagle, save_mtp, slow_eagle, slow_tree
+from heads import drafter_of, ids_of, llm_of, save_cycle
+from pair_heads import LAYERS, MTP_FAMILIES, save_eagle, save_mtp
+from reference.heads import slow_eagle, slow_tree, tensors_of
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from heads import SlowBlock, SlowEagle3, drafter_of, llm_of, save_block, save_cycle, save_eagle3
+from heads import drafter_of, llm_of, save_block, save_cycle, save_eagle3
+from reference.heads import SlowBlock, SlowEagle3
 from references_of_text import hidden_states
 from specinfer import LLM, SamplingParams
 from specinfer.cli.app import app

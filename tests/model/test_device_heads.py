@@ -11,9 +11,10 @@ from torch import Tensor
 
 from assistants import save_assistant
 from head_passes import CHAIN, chain_features, head_passes
-from heads import SlowEagle3, save_block, save_eagle3
+from heads import save_block, save_eagle3
 from on_device import load_device_head, load_plain
-from pair_heads import save_eagle, save_mtp, slow_eagle
+from pair_heads import save_eagle, save_mtp
+from reference.heads import SlowEagle3, slow_eagle
 from specinfer.model.heads import load as heads_load
 from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.eagle3 import Eagle3Head

@@ -1,4 +1,4 @@
-"""Tiny heads on a target's hidden states in the public formats, and slow versions of what they compute."""
+"""Tiny heads on a target's hidden states in the public formats."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specinfer import LLM, SamplingParams
@@ -124,94 +123,6 @@ def save_tiny_head(folder: Path, num_layers: int = 1) -> Path:
     return save_eagle3(
         folder, "speculators", draft_ids=range(2, 90), eagle_aux_hidden_state_layer_ids=[0, 1, 2], num_layers=num_layers
     )
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    file = folder / "model.safetensors"
-    return load_file(file) if file.is_file() else torch.load(folder / "pytorch_model.bin", weights_only=True)
-
-
-# -------------------------------------------------------------------------------- slow versions
-
-
-def norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def rotated(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
-    """Rotate [tokens, heads, dim] in halves."""
-    dim = x.shape[-1]
-    angles = positions[:, None].double() / base ** (torch.arange(0, dim, 2).double() / dim)
-    cosines, sines = (f(torch.cat([angles, angles], dim=-1)).to(x.dtype)[:, None] for f in (torch.cos, torch.sin))
-    a, b = x.chunk(2, dim=-1)
-    return x * cosines + torch.cat([-b, a], dim=-1) * sines
-
-
-def attention(w: Mapping[str, Tensor], prefix: str, x: Tensor, context: Tensor | None = None) -> Tensor:
-    """Return attention of a chain of tokens [tokens, inputs]; causal, or full with `context` tokens before it."""
-    every = x if context is None else torch.cat([context, x])
-    names = ((x, "q_proj", 4), (every, "k_proj", 2), (every, "v_proj", 2))
-    q, k, v = ((of @ w[f"{prefix}{name}.weight"].T).unflatten(-1, (heads, 8)) for of, name, heads in names)
-    if f"{prefix}q_norm.weight" in w:
-        q, k = norm(q, w[f"{prefix}q_norm.weight"]), norm(k, w[f"{prefix}k_norm.weight"])
-    places = torch.arange(len(every))
-    q, k = rotated(q, places[len(every) - len(x) :]), rotated(k, places)
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, dim=1)) * 8**-0.5
-    if context is None:
-        scores = scores.masked_fill(~torch.ones(len(x), len(x)).tril().bool(), -torch.inf)
-    seen = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(2, dim=1))
-    return seen.flatten(1) @ w[f"{prefix}o_proj.weight"].T
-
-
-def mlp(w: Mapping[str, Tensor], prefix: str, x: Tensor) -> Tensor:
-    return (silu(x @ w[f"{prefix}gate_proj.weight"].T) * (x @ w[f"{prefix}up_proj.weight"].T)) @ w[
-        f"{prefix}down_proj.weight"
-    ].T
-
-
-class SlowEagle3:
-    """The formulas of an EAGLE-3 head over whole texts, with no cache.
-
-    Args:
-        embedding: The target's embedding, used if the head has none.
-    """
-
-    def __init__(
-        self, folder: Path, embedding: Tensor, *, norm_output: bool = False, norm_before_residual: bool = False
-    ) -> None:
-        self.w = tensors_of(folder)
-        self.prefix = "midlayer." if "midlayer.hidden_norm.weight" in self.w else "layers.0."
-        self.embedding = self.w.get("embed_tokens.weight", embedding)
-        self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
-
-    def project(self, taps: Sequence[Tensor]) -> Tensor:
-        """Return [tokens, width] features of the target's hidden states."""
-        if "fc_norm.0.weight" in self.w:
-            taps = [norm(tap, self.w[f"fc_norm.{i}.weight"]) for i, tap in enumerate(taps)]
-        joined = torch.cat(list(taps), dim=-1)
-        if "input_norm.weight" in self.w:
-            joined = norm(joined, self.w["input_norm.weight"])
-        return joined @ self.w["fc.weight"].T
-
-    def run(self, features: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return [pairs, vocab] logits and [pairs, width] features for pairs of a feature and the next token."""
-        w, at = self.w, self.prefix
-        e = self.embedding[torch.tensor(list(tokens))]
-        g = norm(features, w[f"{at}hidden_norm.weight"])
-        a = torch.cat([norm(e, w[f"{at}input_layernorm.weight"]), g], dim=-1)
-        h = (g if self.norm_before_residual else features) + attention(w, f"{at}self_attn.", a)
-        h = h + mlp(w, f"{at}mlp.", norm(h, w[f"{at}post_attention_layernorm.weight"]))
-        for at in (f"layers.{i}." for i in range(1, 9) if f"layers.{i}.input_layernorm.weight" in w):
-            h = h + attention(w, f"{at}self_attn.", norm(h, w[f"{at}input_layernorm.weight"]))
-            h = h + mlp(w, f"{at}mlp.", norm(h, w[f"{at}post_attention_layernorm.weight"]))
-        last = norm(h, w["norm.weight"])
-        return last @ w["lm_head.weight"].T, last if self.norm_output else h
-
-    def ids(self, count: int) -> Tensor:
-        """Return the target ids of the logits, of which the target has `count`."""
-        if "d2t" not in self.w:
-            return torch.arange(count)
-        return self.w["d2t"] + torch.arange(len(self.w["d2t"]))
 
 
 def save_cycle(folder: Path) -> tuple[Path, Path]:
@@ -351,46 +262,6 @@ def save_block(
 def save_tiny_block(folder: Path, kind: str = "dspark") -> Path:
     """Write a block head for a target of two layers."""
     return save_block(folder, kind, layout="speculators", block_size=4, aux_hidden_state_layer_ids=[1, 2])
-
-
-class SlowBlock:
-    """The formulas of a block head, with no cache."""
-
-    def __init__(self, folder: Path, embedding: Tensor, head: Tensor, num_layers: int = 2) -> None:
-        self.w, self.embedding, self.num_layers = tensors_of(folder), embedding, num_layers
-        self.head = self.w.get("lm_head.weight", head)
-
-    def rows(self, taps: Sequence[Tensor], anchor: int, size: int, *, causal: bool = False) -> Tensor:
-        """Return the [size, width] rows of a block after the tokens of these hidden states."""
-        w = self.w
-        context = norm(torch.cat(list(taps), dim=-1) @ w["fc.weight"].T, w["hidden_norm.weight"])
-        x = self.embedding[torch.tensor([anchor] + [95] * (size - 1))]
-        for i in range(self.num_layers):
-            at = f"layers.{i}."
-            x = x + self._attend(f"{at}self_attn.", norm(x, w[f"{at}input_layernorm.weight"]), context, causal=causal)
-            x = x + mlp(w, f"{at}mlp.", norm(x, w[f"{at}post_attention_layernorm.weight"]))
-        return norm(x, w["norm.weight"])
-
-    def _attend(self, at: str, x: Tensor, context: Tensor, *, causal: bool) -> Tensor:
-        w, every = self.w, torch.cat([context, x])
-        q = norm((x @ w[f"{at}q_proj.weight"].T).unflatten(-1, (4, 8)), w[f"{at}q_norm.weight"])
-        k = norm((every @ w[f"{at}k_proj.weight"].T).unflatten(-1, (2, 8)), w[f"{at}k_norm.weight"])
-        v = (every @ w[f"{at}v_proj.weight"].T).unflatten(-1, (2, 8))
-        places = torch.arange(len(every))
-        q, k = rotated(q, places[len(context) :]), rotated(k, places)
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, dim=1)) * 8**-0.5
-        if causal:
-            hidden = ~torch.ones(len(x), len(every)).tril(len(context)).bool()
-            scores = scores.masked_fill(hidden, -torch.inf)
-        seen = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(2, dim=1))
-        return seen.flatten(1) @ w[f"{at}o_proj.weight"].T
-
-    def logits(self, row: Tensor, before: int) -> Tensor:
-        """Return the [vocab] logits of a row for the token after `before`."""
-        logits = self.head @ row
-        if "markov_head.markov_w1.weight" in self.w:
-            logits = logits + self.w["markov_head.markov_w2.weight"] @ self.w["markov_head.markov_w1.weight"][before]
-        return logits
 
 
 # ------------------------------------------------------------------------------------ running them

@@ -1,4 +1,4 @@
-"""Tiny EAGLE-1 heads and targets with MTP layers, by public names, and slow versions of what they compute."""
+"""Tiny EAGLE-1 heads and targets with MTP layers, by public names."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads import TINY, attention, layer_shapes, mlp, norm, random_tensors, tensors_of
-from specinfer.core.tree import TokenTree
+from heads import TINY, layer_shapes, random_tensors
+from reference.heads import SlowPair, norm
 
 LAYERS = 2
 _MLA = {
@@ -92,71 +92,6 @@ _SIZES = {
 }  # fmt: skip
 
 
-class SlowPair:
-    """The formulas of a head that joins embedding and feature, over whole texts, with no cache.
-
-    Args:
-        layer: Function from [1, tokens, width] to the same, over a chain of tokens.
-        embedding_norm: Function of the embeddings; as the other norms, the identity in EAGLE heads.
-    """
-
-    def __init__(
-        self,
-        embedding: Tensor,
-        head: Tensor,
-        join: Callable[[Tensor], Tensor],
-        layer: Callable[[Tensor], Tensor],
-        *,
-        embedding_norm: Callable[[Tensor], Tensor] = lambda x: x,
-        feature_norm: Callable[[Tensor], Tensor] = lambda x: x,
-        output_norm: Callable[[Tensor], Tensor] = lambda x: x,
-        feature_is_first: bool = False,
-        blanks_first: bool = False,
-        is_normed: bool = True,
-    ) -> None:
-        self.embedding, self.head, self.join, self.layer = embedding, head, join, layer
-        self.embedding_norm, self.feature_norm, self.output_norm = embedding_norm, feature_norm, output_norm
-        self.feature_is_first, self.blanks_first, self.is_normed = feature_is_first, blanks_first, is_normed
-
-    def run(self, features: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return [pairs, vocab] logits and [pairs, width] features for pairs of a feature and the next token."""
-        e = self.embedding[torch.tensor(list(tokens))].clone()
-        if self.blanks_first:
-            e[0] = 0
-        pair = [self.embedding_norm(e), self.feature_norm(features)]
-        with torch.no_grad():
-            h = self.layer(self.join(torch.cat(pair[::-1] if self.feature_is_first else pair, dim=-1)))
-        last = self.output_norm(h)
-        return last @ self.head.T, last if self.is_normed else h
-
-    def ids(self, count: int) -> Tensor:
-        return torch.arange(count)
-
-
-def slow_tree(
-    slow: Any, features: Tensor, tokens: Sequence[int], widths: Sequence[int], vocab_size: int = 96
-) -> TokenTree:
-    """Grow an expansion by running the whole text again for each node."""
-    trees = [TokenTree.root(tokens[-1])]
-    ids = slow.ids(vocab_size)
-
-    def grow(path: list[int], recycled: Tensor) -> None:
-        if len(path) == len(widths):
-            return
-        logits, output = slow.run(torch.cat([features, recycled]), [*tokens[1:], *path])
-        best = ids[logits[-1].topk(widths[len(path)]).indices].tolist()
-        for token in best:
-            chain = [tokens[-1], *path, token]
-            trees.append(TokenTree(tuple(chain), tuple(range(-1, len(chain) - 1))))
-            grow([*path, token], torch.cat([recycled, output[-1:]]))
-
-    grow([], torch.empty(0, features.shape[1]))
-    return TokenTree.merge(trees)
-
-
-# ------------------------------------------------------------------------------------------- EAGLE
-
-
 def save_eagle(
     folder: Path,
     *,
@@ -187,19 +122,6 @@ def save_eagle(
     else:
         save_file(tensors, folder / "model.safetensors")
     return folder
-
-
-def slow_eagle(folder: Path, model: Any) -> SlowPair:
-    w = tensors_of(folder)
-
-    def layer(z: Tensor) -> Tensor:
-        h = z + attention(w, "layers.0.self_attn.", z)
-        return h + mlp(w, "layers.0.mlp.", norm(h, w["layers.0.post_attention_layernorm.weight"]))
-
-    embedding = w.get("embed_tokens.weight", model.model.embed_tokens.weight.detach())
-    return SlowPair(
-        embedding, model.lm_head.weight.detach(), lambda x: x @ w["fc.weight"].T + w.get("fc.bias", 0.0), layer
-    )
 
 
 # --------------------------------------------------------------------------------------------- MTP

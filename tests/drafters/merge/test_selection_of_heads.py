@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from heads import SlowEagle3, drafter_of, ids_of, llm_of, save_block, save_cycle, save_eagle3
-from pair_heads import slow_tree
+from heads import drafter_of, ids_of, llm_of, save_block, save_cycle, save_eagle3
+from reference.heads import SlowEagle3, slow_tree
 from references_of_text import hidden_states
 from specinfer import SamplingParams
 from specinfer.core.request import Request, Span
