@@ -16,8 +16,8 @@ from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
+from specinfer.policy.learned_choice import LearnedChoice
 from specinfer.policy.lookup_policy import LookupPolicy, begins_text
-from specinfer.policy.network_choice import NetworkChoice
 from specinfer.policy.optimizer import TreeOptimizer, TreeSizes, num_to_read
 from specinfer.policy.remeasurement import Remeasurement
 from specinfer.policy.slo_planner import SLOPlanner
@@ -51,7 +51,7 @@ class AutoPolicy:
         lookups: Collection[str] = (),
         *,
         has_self: bool = False,
-        network: NetworkChoice | None = None,
+        network: LearnedChoice | None = None,
         why_off: str | None = None,
     ) -> None:
         self.costs, self.network, self._why_off = costs, network, why_off

@@ -24,8 +24,8 @@ from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import NO_DRAFTER, TREE_OFF, FixedPolicy, PlanningPolicy, SpeculationPolicy
 from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
+from specinfer.policy.learned_choice import LearnedChoice, load_policy_network
 from specinfer.policy.network import PolicyNetwork
-from specinfer.policy.network_choice import NetworkChoice, load_policy_network
 from specinfer.policy.request_policy import RequestPolicy, make_policy
 from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.policy.step_log import LoggedPolicy, StepLogFile
@@ -204,7 +204,7 @@ class Speculator:
         drafter, network = self.drafter, self._predictor if learned else None
 
         def auto(costs: CostModel) -> AutoPolicy:
-            choice = None if network is None else NetworkChoice(network, costs, drafter)
+            choice = None if network is None else LearnedChoice(network, costs, drafter)
             return AutoPolicy(costs, lookups, has_self=has_self, network=choice)
 
         return make_policy(shape, make_costs, drafter.num_drafters, auto)

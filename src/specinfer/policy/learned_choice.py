@@ -70,7 +70,7 @@ class _RequestState:
     num_without_model: int = 0
 
 
-class NetworkChoice:
+class LearnedChoice:
     """A choice from the network's configurations.
 
     Args:

@@ -28,8 +28,8 @@ from specinfer.policy.batch_optimizer import choose_configurations
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from specinfer.policy.features import FeatureTracker, feature_names, find_slots
+from specinfer.policy.learned_choice import _BOUND, LearnedChoice, load_policy_network
 from specinfer.policy.network import Configuration, ExpectedYield, PolicyNetwork, make_configurations
-from specinfer.policy.network_choice import _BOUND, NetworkChoice, load_policy_network
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_request, random_prompts, run, save_model
 
@@ -221,7 +221,7 @@ def test_budgets_ask_the_drafters_with_the_highest_expected_yield() -> None:
     menu = make_configurations(SLOTS)
     for wanted in (0, 4, menu.index(Configuration(("model",), 7, 6, 0.02)), len(menu) - 1):
         gains = [30.0 if i == wanted else 0.01 for i in range(len(menu))]
-        policy = NetworkChoice(predictor(gains=gains), costs(), _drafter())
+        policy = LearnedChoice(predictor(gains=gains), costs(), _drafter())
         (budget,) = policy.budgets([span_of(make_request("a", range(9)))])
         one = menu[wanted]
         if not one.slots:
@@ -236,7 +236,7 @@ def test_a_model_that_would_have_to_read_a_long_prompt_first_is_left_out() -> No
     gains = [6.0 if one.uses_model else 0.0 for one in make_configurations(SLOTS)]
     short = make_request("a", range(9), SamplingParams(temperature=0.0, max_tokens=2))
     for read_token, is_asked in ((0.0, True), (0.5, False)):
-        policy = NetworkChoice(predictor(gains=gains), costs(read_token), _drafter())
+        policy = LearnedChoice(predictor(gains=gains), costs(read_token), _drafter())
         (budget,) = policy.budgets([span_of(short)])
         assert bool(budget.max_nodes) is is_asked
     short.drafting.is_read = True
@@ -244,7 +244,7 @@ def test_a_model_that_would_have_to_read_a_long_prompt_first_is_left_out() -> No
     assert budget.max_nodes, "it has read it"
 
 
-def _tell(policy: NetworkChoice, request: Request, num_accepted: int) -> None:
+def _tell(policy: LearnedChoice, request: Request, num_accepted: int) -> None:
     """A step in which so many guesses came true."""
     tree = TokenTree.chain(request.token_ids[-1], [5] * num_accepted, "scripted")
     request.token_ids += [5] * num_accepted + [6]
@@ -257,7 +257,7 @@ def test_what_comes_true_corrects_what_is_expected() -> None:
     menu = make_configurations(SLOTS)
     good, fair = menu.index(Configuration(("model",), 7, 6, 0.02)), menu.index(Configuration(("suffix",), 7, 7, 0.02))
     gains = [{good: 4.0, fair: 3.0}.get(i, 0.0) for i in range(len(menu))]
-    policy = NetworkChoice(predictor(gains=gains), costs(), _drafter())
+    policy = LearnedChoice(predictor(gains=gains), costs(), _drafter())
     request = make_request("a", range(9), SamplingParams(temperature=0.0, max_tokens=10**6))
     asked = []
     for _ in range(30):
@@ -275,7 +275,7 @@ def test_what_was_tried_in_vain_does_not_make_another_size_seem_better() -> None
     menu = make_configurations(SLOTS)
     small, large = (menu.index(Configuration(("model",), *size, 0.02)) for size in ((3, 3), (7, 6)))
     gains = [{small: 2.2, large: 3.6}.get(i, 0.0) for i in range(len(menu))]
-    policy = NetworkChoice(predictor(gains=gains), costs(), _drafter())
+    policy = LearnedChoice(predictor(gains=gains), costs(), _drafter())
     request = make_request("a", range(9), SamplingParams(temperature=0.0, max_tokens=10**6))
     for _ in range(40):
         (budget,) = policy.budgets([span_of(request)])
@@ -285,7 +285,7 @@ def test_what_was_tried_in_vain_does_not_make_another_size_seem_better() -> None
 
 def test_it_falls_back_with_a_reason_when_predictions_fail() -> None:
     menu = make_configurations(SLOTS)
-    policy = NetworkChoice(predictor(gains=[0.0, *[20.0] * (len(menu) - 1)]), costs(), _drafter())
+    policy = LearnedChoice(predictor(gains=[0.0, *[20.0] * (len(menu) - 1)]), costs(), _drafter())
     for i in range(400):  # many requests: what is learned of one must not hide it
         request = make_request(str(i), range(9), SamplingParams(temperature=0.0, max_tokens=10**6))
         policy.budgets([span_of(request)])
@@ -300,7 +300,7 @@ def test_it_falls_back_for_what_it_does_not_know() -> None:
     fitting = predictor(gains=[0.0, *[5.0] * (len(make_configurations(SLOTS)) - 1)])
     spans = [span_of(make_request(str(i), range(9))) for i in range(3)]
     by_rank = AutoPolicy(costs()).budgets(spans[:1])
-    others = NetworkChoice(fitting, costs(), SuffixDrafter())
+    others = LearnedChoice(fitting, costs(), SuffixDrafter())
     assert AutoPolicy(costs(), network=others).budgets(spans[:1]) == by_rank
     assert dict(others.num_fallen_back) == {"drafters": 1}
     hot = fitting.names.index("request.temperature")
@@ -308,7 +308,7 @@ def test_it_falls_back_for_what_it_does_not_know() -> None:
     cold = replace(cold, low=np.where(np.arange(len(fitting.names)) == hot, 0.0, cold.low))
     warm = span_of(make_request("warm", range(9), SamplingParams(temperature=1.0)))
     predicted = span_of(make_request("predicted", range(9), prediction_ids=(1, 2)))
-    choice = NetworkChoice(cold, costs(), _drafter())
+    choice = LearnedChoice(cold, costs(), _drafter())
     budgets = AutoPolicy(costs(), network=choice).budgets([spans[0], warm, predicted, spans[1]])
     assert dict(choice.num_fallen_back) == {"range": 1, "prediction": 1}
     assert choice.num_decided == 2
@@ -384,7 +384,7 @@ def test_no_output_depends_on_the_speculation_policy(pair: tuple[ModelRunner, Mo
     drawing = {"coupled": "shared-noise", "target-only": "top-k"}.get(rule, "without-replacement")
     drafter = make_drafter([small, "suffix"], VOCAB, draft_sampling=drawing)
     assert drafter is not None
-    choice = NetworkChoice(predictor(seed=5), costs(), drafter)
+    choice = LearnedChoice(predictor(seed=5), costs(), drafter)
     policy = AutoPolicy(costs(), network=choice)
     prompts = random_prompts((5, 20, 12, 33), seed=1)
     prompts[1] = prompts[1][:4] * 5
@@ -433,11 +433,11 @@ def test_with_rules_that_use_random_numbers_the_choice_depends_on_earlier_steps_
     target, small = pair
     drafter = make_drafter([small, "suffix"], VOCAB, draft_sampling="without-replacement")
     assert drafter is not None
-    policy = Recorded(AutoPolicy(costs(), network=NetworkChoice(predictor(seed=5, spread=0.4), costs(), drafter)))
+    policy = Recorded(AutoPolicy(costs(), network=LearnedChoice(predictor(seed=5, spread=0.4), costs(), drafter)))
     params = SamplingParams(temperature=1.0, max_tokens=30, seed=3)
     (prompt,) = random_prompts((6,))
     run(make_engine(target, drafter, policy, verification="multi-step"), [make_request("a", prompt * 3, params)])
-    again = NetworkChoice(predictor(seed=5, spread=0.4), costs(), MergedDrafter([Scripted(), SuffixDrafter()]))
+    again = LearnedChoice(predictor(seed=5, spread=0.4), costs(), MergedDrafter([Scripted(), SuffixDrafter()]))
     replayed = make_request("a", prompt * 3, params)
     chosen = set()
     for kind, event in policy.events:
@@ -480,7 +480,7 @@ def test_a_library_user_names_the_file(tmp_path: Path) -> None:
 
 
 def test_another_configuration_must_promise_clearly_more_than_the_usual_one() -> None:
-    policy = NetworkChoice(predictor(), costs(), _drafter())
+    policy = LearnedChoice(predictor(), costs(), _drafter())
     policy.budgets([span_of(make_request("a", range(9), SamplingParams(temperature=0.0, max_tokens=10**6)))])
     policy._pace = np.ones(len(predictor().configurations))
     policy._pace[3] = 0.5
