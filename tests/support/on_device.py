@@ -39,6 +39,7 @@ from specinfer.verify import Acceptance, Probs, RandomSource
 from tiny import make_request, random_prompts
 
 CPU = torch.device("cpu")
+Pair = tuple[LoadedModel, LoadedModel]  # a target and a drafter
 # Ordinary steps whose trees grow level by level, such with a program for all levels, and steps on the device.
 WAYS: tuple[dict[str, bool], ...] = (
     {"has_device_executor": False},

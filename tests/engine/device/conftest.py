@@ -1,14 +1,22 @@
 """What tests of steps on a device share."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from on_device import Pair, load_plain
 from specinfer.engine.commit import Committer
 from specinfer.engine.executor import Outcome
 from tiny import paths_of
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Callable[..., Path]) -> Pair:
+    """Return a target, and a small model that is often right."""
+    return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.05))
 
 
 @pytest.fixture

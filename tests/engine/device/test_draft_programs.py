@@ -17,6 +17,7 @@ from on_device import (
     CPU,
     MIXED_PARAMS,
     WAYS,
+    Pair,
     check_left,
     come_and_go,
     load_plain,
@@ -42,7 +43,6 @@ from specinfer.engine.executor import StepResult
 from specinfer.engine.host_executor import HostExecutor
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.heads.load import load_head
-from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
 from specinfer.ops.cpu import transfers
 from specinfer.ops.logits import Adjustments
@@ -50,7 +50,6 @@ from specinfer.verify import device_batch
 from tests.engine.device.late_stream import LateStream, make_executor_late
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 
-Pair = tuple[LoadedModel, LoadedModel]
 COMPILER = GrammarCompiler(make_tokenizer(), VOCAB, (EOS,))
 TREES = {
     "best first": TreeBudget(12, 4),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from on_device import add_rejecting_rule, check_left, executor_of, load_plain, make_device_engine, run_on_device
+from on_device import Pair, add_rejecting_rule, check_left, executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams
 from specinfer.core.request import DRAWS_EACH, Request, Span
 from specinfer.core.rules import random_rules
@@ -18,7 +18,6 @@ from specinfer.drafters.growth.calibration import Calibration, source_of
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.served_requests import DrawnRequests
 from specinfer.engine.engine import Engine
-from specinfer.model.load import LoadedModel
 from specinfer.ops.cpu import transfers
 from specinfer.ops.trees import DRAWN, GREEDY, SAMPLED
 from specinfer.policy.base import FixedPolicy
@@ -26,7 +25,6 @@ from specinfer.policy.request_policy import RequestPolicy
 from specinfer.verify import batch
 from tiny import make_request, random_prompts, run
 
-Pair = tuple[LoadedModel, LoadedModel]
 PROMPTS = random_prompts([3, 26, 12, 40, 7, 9], seed=4)
 PARAMS = [
     SamplingParams(max_tokens=24),

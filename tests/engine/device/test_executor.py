@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import save_tiny_block, save_tiny_head
-from on_device import WAYS, check_left, executor_of, load_plain, make_device_engine, run_on_device
+from on_device import WAYS, Pair, check_left, executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import LLM, SamplingParams
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.step_record import StepRecord
@@ -36,7 +36,6 @@ from specinfer.engine.executor import StepResult
 from specinfer.engine.host_executor import HostExecutor
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.heads.load import load_head
-from specinfer.model.load import LoadedModel
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import tree_ops
 from specinfer.ops.logits import Adjustments
@@ -45,7 +44,6 @@ from specinfer.policy.request_policy import RequestPolicy
 from tiny import VOCAB, make_request, quick, random_prompts, run
 
 Folder = Callable[..., Path]
-Pair = tuple[LoadedModel, LoadedModel]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 PROMPTS = random_prompts([3, 26, 12, 40, 7], seed=4)
 PARAMS = [

@@ -1,24 +1,21 @@
 """Guesses of lookups on a device: the same tokens, and the trees of ordinary steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from on_device import executor_of, load_plain, make_device_engine, repeating_requests, run_on_device
+from on_device import Pair, executor_of, make_device_engine, repeating_requests, run_on_device
 from specinfer.core.request import Request, Span
 from specinfer.core.rules import random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters import MergedDrafter
 from specinfer.engine.device.launch import Launch, Marks
-from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
 from tiny import make_request, run
 
-Pair = tuple[LoadedModel, LoadedModel]
 TREES = {
     "2,1,1": TreeBudget.expansion((2, 1, 1), num_drafters=3),
     "best-first": TreeBudget(max_nodes=12, max_depth=6),
@@ -30,11 +27,6 @@ PARAMS = [
     SamplingParams(temperature=0.5, top_k=3, max_tokens=30),
     SamplingParams(temperature=0.0, max_tokens=40, prediction=list(range(30, 60))),
 ]
-
-
-@pytest.fixture(scope="module")
-def pair(model_folder: Callable[..., Path]) -> Pair:
-    return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.05))
 
 
 def _requests() -> list[Request]:

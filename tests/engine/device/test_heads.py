@@ -12,6 +12,8 @@ from heads import save_block, save_cycle, save_cycle_block, save_eagle3
 from on_device import (
     MIXED_PARAMS,
     WAYS,
+    Pair,
+    check_left,
     executor_of,
     load_device_head,
     load_plain,
@@ -25,18 +27,15 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.demo.pair import demo_folders, head_folder
-from specinfer.drafters import FeatureDrafter, MergedDrafter
+from specinfer.drafters import FeatureDrafter
 from specinfer.engine.commit import Committer
-from specinfer.engine.engine import Engine
 from specinfer.engine.executor import Outcome
 from specinfer.model.definition import load_tokenizer
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.load import load_head
-from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy
 from tiny import make_request, quick, random_prompts, run, save_model
 
-Pair = tuple[LoadedModel, LoadedModel]
 KINDS = ["EAGLE-3", "reduced vocabulary", "EAGLE", "MTP"]
 WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "sliding_window_non_causal": False}
 WINDOW |= {"layer_types": ["full_attention", "sliding_attention"]}
@@ -128,14 +127,6 @@ def _cycle(first: int, length: int) -> list[int]:
     return found
 
 
-def _check_left(engine: Engine) -> None:
-    assert isinstance(engine.drafter, MergedDrafter)
-    heads = [one.runner.cache for one in engine.drafter.drafters if isinstance(one, FeatureDrafter)]
-    for cache in (engine.target.cache, *heads):
-        assert cache.is_balanced()
-        assert cache.num_owned == 0
-
-
 # -------------------------------------------------------------------------------------------- tokens
 
 
@@ -149,7 +140,7 @@ def test_the_tokens_are_those_of_plain_decoding(
     engine, requests = make_device_engine(*pairs[kind], TREES[tree], lookups=lookups), _requests()
     assert run_on_device(engine, requests) == set(requests)
     assert [request.output_ids for request in requests] == plain[kind]
-    _check_left(engine)
+    check_left(engine)
 
 
 @pytest.mark.covering(1)
@@ -220,7 +211,7 @@ def test_no_confidence_of_a_head_tells_which_tokens_were_drawn(
         assert all(len(set(confidence)) == 1 for confidence in siblings.values())
         num_siblings += sum(map(len, siblings.values())) - len(siblings)
     assert num_siblings > 20
-    _check_left(engine)
+    check_left(engine)
 
 
 @pytest.mark.parametrize("kind", ["EAGLE-3", "jetspec"])
@@ -239,7 +230,7 @@ def test_a_head_drafts_beside_a_small_model(
             trees.clear()
         assert told[0] == told[1] == told[2]
         assert executor_of(engine).num_launched > 3
-        _check_left(engine)
+        check_left(engine)
 
 
 # ------------------------------------------------------------------------------------------ acceptance
@@ -258,7 +249,7 @@ def test_a_perfect_head_is_accepted_at_every_level(tree: TreeBudget, cycle: Pair
         if turn == 1:
             cache = executor_of(engine)._drafts._drafters[0].runner.cache
             cache._free_slots(cache._prefixes.evict(10_000))
-    _check_left(engine)
+    check_left(engine)
 
 
 class Turning(FixedPolicy):
@@ -286,7 +277,7 @@ def test_a_head_reads_paths_that_are_longer_than_the_next_tree(
     assert min(one.speculation.tokens_per_pass for one in requests) > least
     counts = [one.speculation for one in requests]
     assert all(one.num_accepted_draft_tokens >= one.num_draft_tokens - 6 for one in counts), "no draft token was wrong"
-    _check_left(engine)
+    check_left(engine)
 
 
 @pytest.mark.parametrize("depths", [(6, 1, 3), (4, 0)])
@@ -354,7 +345,7 @@ def test_at_the_end_of_the_context(
         engine = make_device_engine(target, head, tree)
         assert run(engine, requests()) == plain
         assert "failed" not in caplog.text
-        _check_left(engine)
+        check_left(engine)
         if tree.widths:
             on_device = dict(trees)
             trees.clear()
@@ -367,4 +358,4 @@ def test_policies_that_ask_now_and_then(pairs: dict[str, Pair], plain: dict[str,
     engine, requests = make_device_engine(*pairs["reduced vocabulary"], Turning((3, 0, 1, 0, 0, 2))), _requests()
     assert run(engine, requests) == plain["reduced vocabulary"]
     assert sum(one.speculation.num_draft_tokens for one in requests) > 20
-    _check_left(engine)
+    check_left(engine)

@@ -10,6 +10,7 @@ import pytest
 from interpreter import interpreted
 from on_device import (
     MIXED_PARAMS,
+    Pair,
     come_and_go,
     executor_of,
     load_plain,
@@ -25,14 +26,12 @@ from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.engine import Engine
 from specinfer.model.heads.load import load_head
-from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.ops import layer_ops
 from tests.engine.device.late_stream import LateStream, make_executor_late
 from tiny import HYBRIDS, KINDS_OF_HYBRIDS, make_request, quick, random_prompts, run
 
-Pair = tuple[LoadedModel, LoadedModel]
 TREES = {
     "off": TreeBudget(),
     "5,1": TreeBudget.expansion((5, 1)),

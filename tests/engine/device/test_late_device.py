@@ -1,6 +1,5 @@
 """Steps and passes on a device that is late: no host memory is used again before its last reader has read it."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heads import save_tiny_block, save_tiny_head
-from on_device import come_and_go, executor_of, load_plain, make_device_engine
+from on_device import Pair, come_and_go, executor_of, make_device_engine
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.engine.device.state import Exchange
 from specinfer.model.batch import ForwardBatch, Piece
@@ -31,17 +30,11 @@ from tests.engine.device.late_stream import (
     make_executor_late,
 )
 
-Pair = tuple[LoadedModel, LoadedModel]
 TREES = {
     "off": TreeBudget(),
     "2,2,1": TreeBudget.expansion((2, 2, 1)),
     "best-first": TreeBudget(max_nodes=8, max_depth=4),
 }
-
-
-@pytest.fixture(scope="module")
-def pair(model_folder: Callable[..., Path]) -> Pair:
-    return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.05))
 
 
 @pytest.fixture(scope="module")

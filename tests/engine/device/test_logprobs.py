@@ -1,14 +1,13 @@
 """Log-probabilities that steps on the device return: those of ordinary steps, for the requests that ask."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from on_device import executor_of, load_plain, make_device_engine, run_on_device
+from on_device import Pair, executor_of, make_device_engine, run_on_device
 from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
@@ -20,11 +19,9 @@ from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.state import Exchange
 from specinfer.engine.emission import AskedLogprobs, top_logprobs
 from specinfer.engine.engine import Engine
-from specinfer.model.load import LoadedModel
 from specinfer.ops import token_scores
 from tiny import VOCAB, make_request, random_prompts, run
 
-Pair = tuple[LoadedModel, LoadedModel]
 CPU = torch.device("cpu")
 TREES = {
     "off": None,
@@ -40,11 +37,6 @@ PARAMS = [
     SamplingParams(max_tokens=26, temperature=1.2, presence_penalty=0.8, logprob_token_ids=[90, 7]),  # in the last row
 ]
 PROMPTS = random_prompts([3, 26, 12, 40, 7, 9], seed=4)
-
-
-@pytest.fixture(scope="module")
-def pair(model_folder: Callable[..., Path]) -> Pair:
-    return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.05))
 
 
 def serve(engine: Engine, params: Sequence[SamplingParams]) -> tuple[list[Request], set[Request]]:

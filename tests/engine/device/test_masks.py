@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from on_device import check_left, executor_of, load_plain, make_device_engine, run_on_device
+from on_device import Pair, check_left, executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams, StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import FinishReason, Request
@@ -16,7 +16,6 @@ from specinfer.model.load import LoadedModel
 from tests.engine.device.late_stream import LateStream, make_executor_late
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 
-Pair = tuple[LoadedModel, LoadedModel]
 TREES = {
     "off": None,
     "2,2,1": TreeBudget.expansion((2, 2, 1)),
@@ -27,11 +26,6 @@ SAMPLED = SamplingParams(temperature=0.9, max_tokens=18)
 TOKENIZER = make_tokenizer()
 COMPILER = GrammarCompiler(TOKENIZER, VOCAB, (EOS,))
 PROMPTS = random_prompts([3, 20, 9, 14, 6, 11], seed=6)
-
-
-@pytest.fixture(scope="module")
-def pair(model_folder: Callable[..., Path]) -> Pair:
-    return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.05))
 
 
 def _request(number: int, params: SamplingParams, bad_words: Sequence[Sequence[int]] = (), **asked: Any) -> Request:

@@ -12,7 +12,9 @@ from on_device import (
     CPU,
     MIXED_PARAMS,
     WAYS,
+    Pair,
     as_on_a_gpu,
+    check_left,
     come_and_go,
     executor_of,
     load_plain,
@@ -27,10 +29,9 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import MergedDrafter, SelfDrafter, SelfRunner, sparse_context
-from specinfer.engine.engine import Engine
 from specinfer.model.adapters.registry import Adapters
 from specinfer.model.graphs.capture import Graphs
-from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.model.self_copy import load_self
 from specinfer.ops import QuantizedLinear
@@ -39,7 +40,6 @@ from specinfer.policy.base import FixedPolicy
 from tests.engine.device.late_stream import LateStream, make_executor_late
 from tiny import make_request, random_prompts, run
 
-Pair = tuple[LoadedModel, LoadedModel]
 TREES = {
     "1,1,1": TreeBudget.expansion((1, 1, 1)),
     "3,2,1": TreeBudget.expansion((3, 2, 1)),
@@ -64,11 +64,6 @@ def _requests() -> list[Request]:
     return repeating_requests(MIXED_PARAMS)
 
 
-def _check_left(engine: Engine) -> None:
-    assert engine.target.cache.is_balanced()
-    assert engine.target.cache.num_owned == 0
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("lookups", [(), ("suffix",)])
 @pytest.mark.parametrize("tree", TREES)
@@ -81,7 +76,7 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, .
     assert served == set(requests)
     accepted = sum(request.speculation.num_accepted_draft_tokens for request in requests)
     assert accepted > 0.5 * sum(map(len, wanted))
-    _check_left(engine)
+    check_left(engine)
 
 
 @pytest.mark.covering(1)
@@ -97,7 +92,7 @@ def test_fixed_trees_are_those_of_ordinary_steps(tree: str, rule: str, pair: Pai
         run(engine, requests)
         found.append((dict(trees), [(one.output_ids, one.uniforms.state) for one in requests]))
         trees.clear()
-        _check_left(engine)
+        check_left(engine)
     assert found[0] == found[1] == found[2]
     assert sum(map(len, found[0][0].values())) > 20
 
@@ -111,7 +106,7 @@ def test_a_copy_drafts_next_to_other_drafters(pair: Pair, model_folder: Callable
         engine = make_device_engine(pair[0], drafters, TREES["best-first"], lookups=["suffix"])
         assert run_on_device(engine, requests) == set(requests)
         assert [request.output_ids for request in requests] == wanted
-        _check_left(engine)
+        check_left(engine)
         assert copies & {origin for request in requests for origin in request.origins}
 
 
@@ -123,7 +118,7 @@ def test_few_slots_cost_drafts_and_no_tokens(num_slots: int, pair: Pair) -> None
     engine, requests = make_device_engine(*pair, TREES["best-first"], num_slots=num_slots), _requests()
     run(engine, requests)
     assert [request.output_ids for request in requests] == wanted
-    _check_left(engine)
+    check_left(engine)
 
 
 @pytest.mark.covering(1)
@@ -169,7 +164,7 @@ def test_aborts_and_failures_leave_no_borrowed_slots(moment: int, pair: Pair) ->
     while engine.has_work:
         engine.step()
     assert [one.output_ids for i, one in enumerate(requests) if i != 1] == [*wanted[:1], *wanted[2:]]
-    _check_left(engine)
+    check_left(engine)
 
 
 @pytest.mark.covering(1)
@@ -249,7 +244,7 @@ def test_drafts_over_a_part_of_the_context_are_those_of_ordinary_steps(
         found.append([(one.output_ids, one.uniforms.state) for one in requests])
         drafts.append(dict(trees))
         trees.clear()
-        _check_left(engine)
+        check_left(engine)
     assert found[1] == found[2] == found[3]
     assert drafts[1] == drafts[2] == drafts[3] != drafts[0]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from on_device import WAYS, check_left, executor_of, load_plain, make_device_engine, run_on_device
+from on_device import WAYS, Pair, check_left, executor_of, load_plain, make_device_engine, run_on_device
 from specinfer import SamplingParams, StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import Request
@@ -18,7 +18,6 @@ from specinfer.model.load import LoadedModel
 from tests.engine.device.late_stream import LateStream, make_executor_late
 from tiny import EOS, VOCAB, make_request, make_tokenizer, random_prompts, run
 
-Pair = tuple[LoadedModel, LoadedModel]
 TREES = {"off": None, "2,2,1": TreeBudget.expansion((2, 2, 1)), "best-first": TreeBudget(max_nodes=11, max_depth=4)}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, thinking_token_budget=9)
 SAMPLED = replace(GREEDY, temperature=0.9)
@@ -26,11 +25,6 @@ TOKENIZER = make_tokenizer()
 COMPILER = GrammarCompiler(TOKENIZER, VOCAB, (EOS,))
 PROMPTS = random_prompts([3, 20, 9, 14, 6, 11, 8], seed=6)
 END_IDS = tuple(TOKENIZER.encode("\n!?", add_special_tokens=False))
-
-
-@pytest.fixture(scope="module")
-def pair(model_folder: Callable[..., Path]) -> Pair:
-    return load_plain(model_folder("llama")), load_plain(model_folder("llama", 0, 0.05))
 
 
 def _request(number: int, params: SamplingParams, **asked: Any) -> Request:
