@@ -4,8 +4,8 @@ Only the engine's thread counts; other threads read. The counts are integers and
 """
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
@@ -44,32 +44,12 @@ class Totals:
     drafts_by_rule: Counter[str] = field(default_factory=Counter)
     generated_by_rule: Counter[str] = field(default_factory=Counter)
 
-    def copy(self) -> "Totals":
-        return replace(
-            self,
-            accepted_at=list(self.accepted_at),
-            read_by=self.read_by.copy(),
-            accepted_by=self.accepted_by.copy(),
-            drafts_by_rule=self.drafts_by_rule.copy(),
-            generated_by_rule=self.generated_by_rule.copy(),
-        )
-
     def since(self, earlier: "Totals") -> "Totals":
         """Return the counts between an earlier copy and this one."""
-        return Totals(
-            num_prompt_tokens=self.num_prompt_tokens - earlier.num_prompt_tokens,
-            num_begun_tokens=self.num_begun_tokens - earlier.num_begun_tokens,
-            num_cached_tokens=self.num_cached_tokens - earlier.num_cached_tokens,
-            num_generated_tokens=self.num_generated_tokens - earlier.num_generated_tokens,
-            num_drafts=self.num_drafts - earlier.num_drafts,
-            num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens - earlier.num_accepted_tokens,
-            accepted_at=[now - before for now, before in zip(self.accepted_at, earlier.accepted_at, strict=True)],
-            read_by=self.read_by - earlier.read_by,
-            accepted_by=self.accepted_by - earlier.accepted_by,
-            drafts_by_rule=self.drafts_by_rule - earlier.drafts_by_rule,
-            generated_by_rule=self.generated_by_rule - earlier.generated_by_rule,
-        )
+        counts = {count.name: getattr(self, count.name) for count in fields(self) if count.name != "accepted_at"}
+        changes = {name: count - getattr(earlier, name) for name, count in counts.items()}
+        accepted_at = [now - before for now, before in zip(self.accepted_at, earlier.accepted_at, strict=True)]
+        return Totals(**changes, accepted_at=accepted_at)
 
 
 class Tally:
@@ -111,13 +91,8 @@ class Tally:
 
     def copy(self) -> Totals:
         """Return a copy of the counts; for other threads."""
-        return _retried(self.totals.copy)
-
-
-def _retried(read: Callable[[], Totals]) -> Totals:
-    """Read until it succeeds: copying fails in the rare moment when a drafter is counted for the first time."""
-    while True:
-        try:
-            return read()
-        except RuntimeError:
-            continue
+        while True:
+            try:
+                return deepcopy(self.totals)
+            except RuntimeError:  # in the rare moment when a drafter is counted for the first time
+                continue
