@@ -10,7 +10,7 @@ import reference
 from assistants import save_assistant
 from heads import drafter_of, ids_of, llm_of, outputs_beside_an_abort
 from reference.heads import SlowAssistant
-from references_of_text import assert_first_tokens_are_distributed_as_the_models
+from reference.texts import assert_first_tokens_are_distributed_as_the_models
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span

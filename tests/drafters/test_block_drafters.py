@@ -11,7 +11,7 @@ import torch
 import reference
 from heads import ids_of, llm_of, save_block, save_eagle3
 from reference.heads import SlowBlock, SlowEagle3
-from references_of_text import assert_first_tokens_are_distributed_as_the_models, hidden_states
+from reference.texts import assert_first_tokens_are_distributed_as_the_models, hidden_states
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request, Span

@@ -19,7 +19,7 @@ from benchmarks.program import app as laboratory
 from heads import drafter_of, ids_of, llm_of, outputs_beside_an_abort, save_cycle, save_eagle3, save_tiny_block
 from pair_heads import save_eagle
 from reference.heads import SlowEagle3, slow_tree, tensors_of
-from references_of_text import assert_first_tokens_are_distributed_as_the_models, hidden_states
+from reference.texts import assert_first_tokens_are_distributed_as_the_models, hidden_states
 from specinfer import LLM, SamplingParams
 from specinfer.cli.app import app
 from specinfer.core.errors import ModelError

@@ -11,7 +11,7 @@ import torch
 
 from heads import llm_of, save_block, save_cycle, save_eagle3
 from reference.heads import SlowBlock
-from references_of_text import hidden_states
+from reference.texts import hidden_states
 from specinfer.core.errors import ModelError
 from specinfer.drafters.block_drafter import BlockDrafter
 from specinfer.drafters.dialect_choice import _block_agreement, _target_choices

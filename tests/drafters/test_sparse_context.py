@@ -10,7 +10,7 @@ import torch
 import reference
 from adapters import save_adapter
 from heads import llm_of
-from references_of_text import assert_first_tokens_are_distributed_as_the_models
+from reference.texts import assert_first_tokens_are_distributed_as_the_models
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.drafters import sparse_context

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from heads import drafter_of, ids_of, llm_of, save_block, save_eagle3
 from pair_heads import save_eagle
-from references_of_text import hidden_states
+from reference.texts import hidden_states
 from specinfer import LLM, SamplingParams
 from specinfer.learning.adapt.adaptation import Adaptation
 from specinfer.learning.adapt.hits import served_hits

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from heads import drafter_of, llm_of, save_block, save_cycle, save_eagle3
 from reference.heads import SlowBlock, SlowEagle3
-from references_of_text import hidden_states
+from reference.texts import hidden_states
 from specinfer import LLM, SamplingParams
 from specinfer.cli.app import app
 from specinfer.core.errors import ModelError

@@ -9,15 +9,6 @@ import torch
 
 import reference
 from native import ISAS, each_isa
-from native_checks import (
-    change_attentions,
-    change_experts,
-    change_plan,
-    check_change_shows,
-    check_logits,
-    check_rounding,
-    check_trees,
-)
 from native_layers import CPU, PROMPT, error, last_logits, load_fused, make, saved
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config, read_definition
@@ -28,6 +19,15 @@ from specinfer.model.load_config import LoadConfig
 from specinfer.model.probe import probe
 from specinfer.model.runner import ModelRunner
 from specinfer.parallel.group import Alone, ShardSpec
+from tests.model.native_checks import (
+    change_attentions,
+    change_experts,
+    change_plan,
+    check_change_shows,
+    check_logits,
+    check_rounding,
+    check_trees,
+)
 from thread_group import ThreadGroup
 from tiny import GEMMA_4, make_model
 

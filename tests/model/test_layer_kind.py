@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import reference
-from native_checks import change_plan
 from native_layers import PROMPT, error, last_logits, load, load_fused, make, paired_call, saved
 from specinfer.model.layers.device import can_fuse_on_device
 from specinfer.model.layers.fused import FusedDecoder
 from specinfer.ops import Attends, Ending, ExpertsCall, LayerCall, Opens
+from tests.model.native_checks import change_plan
 from tiny import HYBRIDS, make_model
 
 # Tokens are the same at any position to what is turned alike: thetas that the short prompt tells apart.

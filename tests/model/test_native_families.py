@@ -8,7 +8,11 @@ import pytest
 import torch
 
 import reference
-from native_checks import (
+from native_layers import CPU, PROMPT, error, last_logits, load, make, saved
+from specinfer.model.layers.device import can_fuse_on_device
+from specinfer.model.layers.fused import FusedDecoder
+from specinfer.model.load import load_model
+from tests.model.native_checks import (
     change_attentions,
     change_experts,
     check_change_shows,
@@ -16,10 +20,6 @@ from native_checks import (
     check_rounding,
     check_trees,
 )
-from native_layers import CPU, PROMPT, error, last_logits, load, make, saved
-from specinfer.model.layers.device import can_fuse_on_device
-from specinfer.model.layers.fused import FusedDecoder
-from specinfer.model.load import load_model
 from tiny import MORE_FUSED, make_model
 
 SPARSE = {"qwen3_moe", "mixtral"} | {name for name in MORE_FUSED if "num_experts_per_tok" in MORE_FUSED[name]}

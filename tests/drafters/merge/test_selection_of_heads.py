@@ -7,7 +7,7 @@ import pytest
 
 from heads import drafter_of, ids_of, llm_of, save_block, save_cycle, save_eagle3
 from reference.heads import SlowEagle3, slow_tree
-from references_of_text import hidden_states
+from reference.texts import hidden_states
 from specinfer import SamplingParams
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TreeBudget

@@ -28,8 +28,8 @@ from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import FixedPolicy
+from tests.drafters.vocabulary.tokenizers_of import TOKENIZERS
 from tiny import EOS, VOCAB, load_runner, make_request, make_tokenizer, random_prompts, run
-from tokenizers_of import TOKENIZERS
 
 CPU = torch.device("cpu")
 IDS = [EOS, *range(3, VOCAB, 2)]

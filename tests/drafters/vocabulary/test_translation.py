@@ -35,6 +35,7 @@ from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import FixedPolicy
 from specinfer.verify import Acceptance
+from tests.drafters.vocabulary.tokenizers_of import LETTERS, TOKENIZERS, bpe, byte_level, wrap
 from tiny import (
     EOS,
     VOCAB,
@@ -47,7 +48,6 @@ from tiny import (
     save_tokenizer,
     transformers_model,
 )
-from tokenizers_of import LETTERS, TOKENIZERS, bpe, byte_level, wrap
 
 
 def _pieces() -> PreTrainedTokenizerFast:
