@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -21,12 +20,12 @@ from benchmarks.peers.interface import Adapter, Ask, Load
 from benchmarks.peers.names import LIBRARIES, Library, Peer, parse_peer
 from benchmarks.peers.report import print_peers, ratio_over
 from benchmarks.process import Worker, WorkerError
-from fake_peer import TOKEN
 from specinfer.bench.latency_report import plot_latency
 from specinfer.core.errors import ModelError
 from specinfer.demo.pair import demo_folders
 from specinfer.model.definition import load_plain
 from specinfer.model.folder import find_folder
+from tests.benchmarks.fake_peer import TOKEN
 from tiny import VOCAB, save_model
 
 PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
@@ -43,11 +42,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     floats = dict.fromkeys(("float32", "bfloat16", "float16"), "f32")
-    fake = Library("fake_peer", ("f32", "q8_0"), floats, "draft", lookup="lookup", needs_gguf=False)
-    absent = Library("fake_peer", ("f32",), floats, "draft", package="no_such_package")
+    fake = Library("tests.benchmarks.fake_peer", ("f32", "q8_0"), floats, "draft", lookup="lookup", needs_gguf=False)
+    absent = Library("tests.benchmarks.fake_peer", ("f32",), floats, "draft", package="no_such_package")
     monkeypatch.setitem(LIBRARIES, "fake", fake)
     monkeypatch.setitem(LIBRARIES, "absent", absent)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
 
 
 def measure(folders: tuple[str, str], *peers: str, **changes: Any) -> PeerLatencyReport:
@@ -94,7 +92,7 @@ def test_bad_names_are_refused(name: str, message: str) -> None:
 
 @pytest.fixture
 def process() -> Iterator[Worker]:
-    process = Worker("fake_peer", 2)
+    process = Worker("tests.benchmarks.fake_peer", 2)
     yield process
     process.close()
 
@@ -126,7 +124,7 @@ def test_a_module_that_is_not_there_is_an_answer() -> None:
 
 def test_a_worker_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_PEER", "1 die")
-    process = Worker("fake_peer", 1)
+    process = Worker("tests.benchmarks.fake_peer", 1)
     for _ in range(2):  # when it ends, and when it is asked after that
         with pytest.raises(WorkerError, match="its process ended with status 3: last words"):
             process.ask(ask_message(), 20)
@@ -135,7 +133,7 @@ def test_a_worker_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_PEER", "1 hang")
-    process = Worker("fake_peer", 1)
+    process = Worker("tests.benchmarks.fake_peer", 1)
     process.ask(load_message(), 20)
     with pytest.raises(WorkerError, match=r"no answer within 0\.1 s"):
         process.ask(ask_message(), 0.1)

@@ -1,15 +1,13 @@
 """Tiny Gemma 4 assistants with the public tensor names."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from heads import random_tensors
+from heads import random_tensors, save_head
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW, OWN, VOCAB = 8, 16, 96
@@ -36,7 +34,6 @@ def save_assistant(
         text: Changes of its text_config.
         tensors: Changes of its tensors.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, tuple[int, ...]] = {
         "pre_projection.weight": (OWN, 2 * target_width), "post_projection.weight": (target_width, OWN),
         "model.embed_tokens.weight": (VOCAB, OWN), "model.norm.weight": (OWN,),
@@ -55,7 +52,6 @@ def save_assistant(
     if clusters:
         found["masked_embedding.token_ordering"] = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))
     found |= tensors or {}
-    save_file({name: one for name, one in found.items() if name not in drop}, folder / "model.safetensors")
     own = {
         "model_type": "gemma4_text", "vocab_size": VOCAB, "hidden_size": OWN, "intermediate_size": 24,
         "num_hidden_layers": len(KINDS), "num_kv_shared_layers": len(KINDS), "num_attention_heads": 4,
@@ -69,5 +65,4 @@ def save_assistant(
         "use_ordered_embeddings": bool(clusters), "num_centroids": clusters or 2048,
         "centroid_intermediate_top_k": 3 if clusters else 32,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config | fields))
-    return folder
+    return save_head(folder, found, config | fields, drop=drop)

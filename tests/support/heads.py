@@ -43,6 +43,25 @@ def layer_shapes(prefix: str, inputs: int = 32, *, head_norms: bool = False) -> 
     return {f"{prefix}{name}": shape for name, shape in shapes.items()}
 
 
+def save_head(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    *,
+    drop: Sequence[str] = (),
+    pickled: bool = False,
+) -> Path:
+    """Write a checkpoint without the tensors that are dropped."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    left = {name: tensor for name, tensor in tensors.items() if name not in drop}
+    if pickled:
+        torch.save(left, folder / "pytorch_model.bin")
+    else:
+        save_file(left, folder / "model.safetensors")
+    return folder
+
+
 def save_eagle3(
     folder: Path,
     layout: str = "original",
@@ -71,7 +90,6 @@ def save_eagle3(
         parallel: Write a P-EAGLE head.
         fields: Further fields of config.json.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     is_original = layout == "original"
     first = "midlayer." if is_original else "layers.0."
     num_draft = vocab_size if draft_ids is None else len(draft_ids)
@@ -99,7 +117,6 @@ def save_eagle3(
         ids = torch.tensor(draft_ids)
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids.clamp(max=vocab_size - 1), True)
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in drop}
     layer = TINY | {
         "model_type": family, "vocab_size": vocab_size, "num_hidden_layers": num_layers,
         "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
@@ -109,13 +126,7 @@ def save_eagle3(
         config |= layer | {"architectures": ["LlamaForCausalLMEagle3"]}
     else:
         config |= {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
-    config |= fields
-    (folder / "config.json").write_text(json.dumps(config))
-    if pickled:
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        save_file(tensors, folder / "model.safetensors")
-    return folder
+    return save_head(folder, tensors, config | fields, drop=drop, pickled=pickled)
 
 
 def save_tiny_head(folder: Path, num_layers: int = 1) -> Path:
@@ -125,20 +136,28 @@ def save_tiny_head(folder: Path, num_layers: int = 1) -> Path:
     )
 
 
+_CYCLE = 64
+_CYCLE_LAYER = {
+    "hidden_size": _CYCLE, "intermediate_size": _CYCLE, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": _CYCLE, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def _cycle_step() -> Tensor:
+    """The matrix that turns a one-hot token into the next one."""
+    step, tokens = torch.zeros(_CYCLE, _CYCLE), torch.arange(_CYCLE)
+    step[(tokens * 5 + 3) % _CYCLE, tokens] = 1.0
+    return step
+
+
 def save_cycle(folder: Path) -> tuple[Path, Path]:
     """Write a target in which token t is followed by (5 t + 3) mod 64, and an EAGLE-3 head that knows it.
 
     Hidden states are one-hot: the target's layers add nothing, and the head's MLP turns a token into the next one.
     """
-    size = 64
-    step = torch.zeros(size, size)
-    step[(torch.arange(size) * 5 + 3) % size, torch.arange(size)] = 1.0
-    layer = {
-        "hidden_size": size, "intermediate_size": size, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "vocab_size": size, "max_position_embeddings": 256,
-    }  # fmt: skip
+    size, step = _CYCLE, _cycle_step()
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = AutoConfig.for_model("llama", num_hidden_layers=8, tie_word_embeddings=False, **layer, **ids)
+    config = AutoConfig.for_model("llama", num_hidden_layers=8, tie_word_embeddings=False, **_CYCLE_LAYER, **ids)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -161,12 +180,8 @@ def save_cycle(folder: Path) -> tuple[Path, Path]:
         "norm.weight": torch.ones(size),
         "lm_head.weight": step.clone(),
     }  # fmt: skip
-    head = folder / "head"
-    head.mkdir()
     fields = {"model_type": "llama", "draft_vocab_size": size, "num_hidden_layers": 1, "rms_norm_eps": 1e-6}
-    (head / "config.json").write_text(json.dumps(layer | fields))
-    save_file(tensors, head / "model.safetensors")
-    return folder / "target", head
+    return folder / "target", save_head(folder / "head", tensors, _CYCLE_LAYER | fields)
 
 
 # ------------------------------------------------------------------------------------------ blocks
@@ -174,15 +189,9 @@ def save_cycle(folder: Path) -> tuple[Path, Path]:
 
 def save_cycle_block(folder: Path) -> Path:
     """Write a DSpark head that knows what the target of `save_cycle` does by the token before, whatever it has read."""
-    size = 64
-    layer = {
-        "hidden_size": size, "intermediate_size": size, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "vocab_size": size, "max_position_embeddings": 256,
-    }  # fmt: skip
+    size, step = _CYCLE, _cycle_step()
     shapes = {"q_proj": (64, size), "k_proj": (32, size), "v_proj": (32, size)}
     at, source = "layers.0.", torch.Generator().manual_seed(0)
-    step = torch.zeros(size, size)
-    step[(torch.arange(size) * 5 + 3) % size, torch.arange(size)] = 1.0
     tensors = {
         "fc.weight": torch.eye(size), "hidden_norm.weight": torch.ones(size), "norm.weight": torch.ones(size),
         **{f"{at}{name}.weight": torch.ones(size) for name in ("input_layernorm", "post_attention_layernorm")},
@@ -192,12 +201,9 @@ def save_cycle_block(folder: Path) -> Path:
         **{f"{at}mlp.{name}.weight": torch.zeros(size, size) for name in ("gate_proj", "up_proj", "down_proj")},
         "markov_head.markov_w1.weight": 20 * torch.eye(size), "markov_head.markov_w2.weight": step,
     }  # fmt: skip
-    folder.mkdir(parents=True)
     fields = {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 1, "markov_rank": size}
     fields |= {"block_size": 8, "mask_token_id": 63, "rms_norm_eps": 1e-6}
-    (folder / "config.json").write_text(json.dumps(layer | fields))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return save_head(folder, tensors, _CYCLE_LAYER | fields)
 
 
 def save_block(
@@ -215,7 +221,6 @@ def save_block(
     **fields: Any,
 ) -> Path:
     """Write a block head of the kind "dflash", "jetspec" or "dspark", whose embedding is the target's."""
-    folder.mkdir(parents=True, exist_ok=True)
     taps = num_taps or num_layers
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (32, 32 * taps),
@@ -239,7 +244,6 @@ def save_block(
         tensors["confidence_head.proj.bias"] = torch.tensor([0.1])
     if draft_ids is not None:
         tensors["d2t"] = torch.tensor(list(draft_ids)) - torch.arange(len(draft_ids))
-    save_file({name: one for name, one in tensors.items() if name not in drop}, folder / "model.safetensors")
     layer = TINY | {
         "model_type": "qwen3", "vocab_size": 96, "num_hidden_layers": num_layers, "max_position_embeddings": 256,
         "rms_norm_eps": 1e-5,
@@ -255,8 +259,7 @@ def save_block(
             config["dflash_config"]["causal_head"] = True
     if kind == "dspark":
         config |= {"markov_rank": rank, "enable_confidence_head": True, "confidence_head_with_markov": True}
-    (folder / "config.json").write_text(json.dumps(config | fields))
-    return folder
+    return save_head(folder, tensors, config | fields, drop=drop)
 
 
 def save_tiny_block(folder: Path, kind: str = "dspark") -> Path:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads import TINY, layer_shapes, random_tensors
+from heads import TINY, layer_shapes, random_tensors, save_head
 from reference.heads import SlowPair, norm
 
 LAYERS = 2
@@ -104,24 +104,17 @@ def save_eagle(
     **fields: Any,
 ) -> Path:
     """Write an EAGLE-1 head as its authors publish it: with the configuration of a Llama of one layer."""
-    folder.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, Sequence[int]] = {"fc.weight": (32, 32 + target_width), **layer_shapes("layers.0.")}
     if own_embedding:
         shapes["embed_tokens.weight"] = (96, 32)
     tensors = random_tensors(shapes)
     if bias:
         tensors["fc.bias"] = torch.randn(32, generator=torch.Generator().manual_seed(1))
-    tensors = {name: one for name, one in tensors.items() if name not in drop}
     config = TINY | {
         "architectures": ["LlamaForCausalLM"], "model_type": family, "vocab_size": 96, "num_hidden_layers": 1,
         "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "bias": bias,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config | fields))
-    if pickled:
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        save_file(tensors, folder / "model.safetensors")
-    return folder
+    return save_head(folder, tensors, config | fields, drop=drop, pickled=pickled)
 
 
 # --------------------------------------------------------------------------------------------- MTP
