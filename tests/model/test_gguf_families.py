@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid_gguf import is_known, write_hybrid
+from gguf_families import is_known
+from gguf_files import write_family
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.model.definition import load_plain
 from specinfer.model.experts import QuantizedExperts
@@ -132,7 +133,7 @@ def check_logits(file: Path, model: Any) -> None:
 
 @cases
 def test_logits_are_those_of_the_model_that_was_written(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
-    check_logits(tmp_path / "m.gguf", write_hybrid(tmp_path / "m.gguf", arch, **changes))
+    check_logits(tmp_path / "m.gguf", write_family(tmp_path / "m.gguf", arch, **changes))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path: Path, arch: st
 )
 def test_greedy_text_of_a_file_is_that_of_its_folder(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
     """With a tree in float32, and of the codes with a tree and without."""
-    write_hybrid(tmp_path / "m.gguf", arch, "Q8_0", **changes)
+    write_family(tmp_path / "m.gguf", arch, "Q8_0", **changes)
     load_plain(find_folder(tmp_path / "m-exact.gguf"), torch.float32).save_pretrained(tmp_path / "folder")
     make_tokenizer().save_pretrained(tmp_path / "folder")
 
@@ -201,7 +202,7 @@ def _check_fused_experts(part: PartCall, exact: Any) -> None:
 @cases
 def test_matrices_stay_the_codes_of_the_file(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
     """The codes are the numbers of the file in the model's order, and are multiplied by inputs in it."""
-    write_hybrid(tmp_path / "m.gguf", arch, "Q8_0", **changes)
+    write_family(tmp_path / "m.gguf", arch, "Q8_0", **changes)
     coded = load_model(find_folder(tmp_path / "m.gguf"), torch.bfloat16, CPU)
     exact = load_model(find_folder(tmp_path / "m-exact.gguf"), torch.bfloat16, CPU, native=False).model
     assert coded.stored_types == "Q8_0"
@@ -224,7 +225,7 @@ def test_matrices_stay_the_codes_of_the_file(tmp_path: Path, arch: str, changes:
 @pytest.mark.parametrize("arch", [one for one in ("glm4moe", "deepseek2", "ernie4_5-moe", "lfm2moe") if one in MODELS])
 def test_what_chooses_experts_is_not_rounded_where_the_family_has_it_in_32_bits(arch: str, tmp_path: Path) -> None:
     """A last bit of bfloat16 next to a bias of 8 is a twentieth, and other experts."""
-    model = write_hybrid(tmp_path / "m.gguf", arch, "Q8_0", **ARCHITECTURES[arch])
+    model = write_family(tmp_path / "m.gguf", arch, "Q8_0", **ARCHITECTURES[arch])
     loaded = load_model(find_folder(tmp_path / "m.gguf"), torch.bfloat16, CPU, native=False)
     wanted = dict([*model.named_parameters(), *model.named_buffers()])
     found = [*loaded.model.named_parameters(), *loaded.model.named_buffers()]
@@ -246,7 +247,7 @@ def test_matrices_of_qwen3_next_may_be_joined_as_older_and_newer_converters_do(t
                 parts = [tensors.pop(name), tensors.pop(name.replace("gate_exps", "up_exps"))]
                 tensors[name.replace("gate_exps", "gate_up_exps")] = torch.cat(parts, dim=1)
 
-    model = write_hybrid(tmp_path / "m.gguf", "qwen3next", rewrite=join, **ARCHITECTURES["qwen3next"])
+    model = write_family(tmp_path / "m.gguf", "qwen3next", rewrite=join, **ARCHITECTURES["qwen3next"])
     check_logits(tmp_path / "m.gguf", model)
 
 
@@ -255,9 +256,9 @@ def test_layers_for_several_tokens_after_the_last_one_are_left_out(tmp_path: Pat
         tensors |= {f"blk.4.{name}.weight": torch.ones(64) for name in ("attn_norm", "nextn.enorm", "nextn.hnorm")}
 
     counts = {"qwen35__block_count": 5, "qwen35__nextn_predict_layers": 1}
-    model = write_hybrid(tmp_path / "m.gguf", "qwen35", rewrite=add, **(DELTA | counts))
+    model = write_family(tmp_path / "m.gguf", "qwen35", rewrite=add, **(DELTA | counts))
     check_logits(tmp_path / "m.gguf", model)
-    write_hybrid(tmp_path / "other.gguf", "qwen35", rewrite=add, **(DELTA | {"qwen35__nextn_predict_layers": 0}))
+    write_family(tmp_path / "other.gguf", "qwen35", rewrite=add, **(DELTA | {"qwen35__nextn_predict_layers": 0}))
     with pytest.raises(ModelError, match=r"'blk.4.attn_norm.weight' has no place"):
         find_folder(tmp_path / "other.gguf")
 
@@ -265,7 +266,7 @@ def test_layers_for_several_tokens_after_the_last_one_are_left_out(tmp_path: Pat
 def test_rotations_that_a_family_does_not_have_are_left_out(tmp_path: Path) -> None:
     """Converters write them for all families; of Nemotron-H by another size of heads."""
     changes = ARCHITECTURES["nemotron_h"] | {"nemotron_h__rope__dimension_count": 11}
-    check_logits(tmp_path / "m.gguf", write_hybrid(tmp_path / "m.gguf", "nemotron_h", **changes))
+    check_logits(tmp_path / "m.gguf", write_family(tmp_path / "m.gguf", "nemotron_h", **changes))
 
 
 @pytest.mark.parametrize(
@@ -291,14 +292,14 @@ def test_rotations_that_a_family_does_not_have_are_left_out(tmp_path: Path) -> N
 )
 def test_metadata_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     arch = next(iter(changes)).split("__")[0]
-    write_hybrid(tmp_path / "m.gguf", arch, **(ARCHITECTURES[arch] | changes))
+    write_family(tmp_path / "m.gguf", arch, **(ARCHITECTURES[arch] | changes))
     with pytest.raises(ModelError, match=message):
         find_folder(tmp_path / "m.gguf")
 
 
 def test_a_file_that_lacks_experts_is_refused_before_all_are_planned(tmp_path: Path) -> None:
     counts = {"qwen2moe__block_count": 20, "qwen2moe__expert_count": 4096}
-    write_hybrid(tmp_path / "m.gguf", "qwen2moe", **(ARCHITECTURES["qwen2moe"] | counts))
+    write_family(tmp_path / "m.gguf", "qwen2moe", **(ARCHITECTURES["qwen2moe"] | counts))
     tracemalloc.start()
     try:
         with pytest.raises(ModelError, match=r"'blk\.0\.ffn_gate_inp\.weight' has the shape \[4, 64\]"):

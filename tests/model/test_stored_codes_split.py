@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gguf_files import write_model
-from hybrid_gguf import write_hybrid
+from gguf_files import write_family, write_model
 from quantized_files import quantized_model
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.core.config import OffloadConfig
@@ -32,7 +31,7 @@ def _gguf(**settings: Any) -> Callable[[Path], Path]:
 
 def _hybrid(arch: str, **settings: Any) -> Callable[[Path], Path]:
     def make(place: Path) -> Path:
-        write_hybrid(place / "m.gguf", arch, "Q8_0", **settings)
+        write_family(place / "m.gguf", arch, "Q8_0", **settings)
         return find_folder(place / "m.gguf")
 
     return make

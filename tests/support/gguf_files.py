@@ -1,45 +1,34 @@
-"""Tiny GGUF files, written by the library that llama.cpp's own tools use."""
+"""Tiny GGUF files, written by the library of llama.cpp's tools, with its table of names.
+
+What the converter changes is written here from its formulas, apart from the package's code that undoes it.
+"""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
 
+from gguf_families import FAMILIES, metadata_of
 from tiny import make_model, make_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-_ROLES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "mlp.router": "ffn_gate_inp",
-    "self_attn.sinks": "attn_sinks",
-}
-_GEMMA_ROLES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_GPT_OSS_ROLES = {"post_attention_layernorm": "post_attention_norm"}
-_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+# Parts of names of weights here, and what the library's table has for them.
+_RENAMED = {
+    "dt_bias": "dt_proj.bias", "e_score_correction_bias": "e_score_correction.bias", "expert_bias": "expert_bias.bias",
+    "block_sparse_moe.router.": "block_sparse_moe.router.layer.", "block_sparse_moe.experts": "mlp.experts",
+    "forget_gate.": "",
+}  # fmt: skip
+# Not quantized, whatever the file's type.
+_EXACT = (
+    "ssm_conv1d", "ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v", "ssm_a", "ssm_d", "ssm_norm", "shortconv.conv",
+    "ffn_gate_inp", "ffn_gate_inp_shexp",
+)  # fmt: skip
 
 
 def write_model(
@@ -48,126 +37,135 @@ def write_model(
     """Write a random model, and return it as transformers has it, with the weights that the file holds.
 
     Args:
+        arch: One of those whose matrices the converter leaves as they are, or with other rows.
         kind: The type of its matrices; a row must hold whole blocks.
         kinds: Types of some matrices, by the ends of their names in the file without ".weight".
         changes: Of the metadata by their names in the file, with "__" for a dot; None: left out. A name that is
             a field of the model's configuration changes that.
     """
-    sizes = {name: value for name, value in changes.items() if "__" not in name}
-    families = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
-    model = make_model(families.get(arch, arch), seed, **sizes)
-    if arch.startswith("gemma"):
-        for name, weight in model.named_parameters():
-            if "norm" in name:
-                weight.data.normal_(0.0, 0.2)
-    metadata = _metadata(arch, model.config)
-    metadata |= {name.replace("__", "."): value for name, value in changes.items() if "__" in name}
+    model, metadata = _made(arch, seed, changes)
+    tensors: dict[str, np.ndarray] = {}
+    types: dict[str, Kind] = {}
+    for name, weight in _tensors(model, arch):
+        types[name] = _kind_of(name, weight, kind, kinds)
+        blocks = blocks_of(weight.numpy(), types[name])
+        weight.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, types[name])))
+        if types[name] is Kind.NVFP4:
+            tensors |= _factors(name.removesuffix("weight"), weight)
+        for stored, data in FAMILIES[arch].change(name, torch.from_numpy(blocks), model.config):
+            tensors[stored] = data.numpy()
+    for kind in ("short", "long"):
+        if f"{kind}_factor" in (getattr(model.config, "rope_parameters", None) or {}):
+            factors = model.config.rope_parameters[f"{kind}_factor"]
+            tensors[f"rope_factors_{kind}.weight"] = np.array(factors, dtype=np.float32)
+    _write(path, arch, metadata, tensors, types)
+    return model
+
+
+def write_family(
+    path: Path,
+    arch: str,
+    kind: str = "F32",
+    kinds: Mapping[str, str] = {},
+    seed: int = 0,
+    rewrite: Callable[[dict[str, Tensor], Any], None] = lambda *_: None,
+    **changes: Any,
+) -> Any:
+    """Write a random model, and return it as transformers has it; arguments as for `write_model`.
+
+    `rewrite` changes the file's tensors in place; its second argument is the model.
+
+    A file of quantized weights is `path`; one of the same numbers in float32 is beside it, as `path.stem`-exact.gguf.
+    """
+    model, metadata = _made(arch, seed, changes)
+    tensors: dict[str, Tensor] = {}
+    for name, weight in _tensors(model, arch):
+        tensors |= FAMILIES[arch].change(name, weight, model.config)
+    rewrite(tensors, model)
+    types = {name: _kind_of(name, tensor, kind, kinds) for name, tensor in tensors.items()}
+    blocks = {name: blocks_of(tensor.contiguous().numpy(), types[name]) for name, tensor in tensors.items()}
+    _write(path, arch, metadata, blocks, types)
+    if kind != "F32":
+        exact = {name: gguf.quants.dequantize(data, types[name]) for name, data in blocks.items()}
+        _write(path.with_name(f"{path.stem}-exact.gguf"), arch, metadata, exact, {})
+    return model
+
+
+def _made(arch: str, seed: int, changes: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A model and its metadata."""
+    fields = {name: value for name, value in changes.items() if "__" not in name}
+    model = make_model(fields.pop("family", FAMILIES[arch].name), seed, **fields)
+    for name, weight in model.state_dict().items():
+        if weight.ndim == 1 and "A_log" not in name:
+            weight += torch.randn_like(weight) * 0.2
+    metadata = {f"{arch}.{key}": value for key, value in metadata_of(arch, model.config).items()} | tokenizer_metadata()
+    return model, metadata | {name.replace("__", "."): value for name, value in changes.items() if "__" in name}
+
+
+def _tensors(model: Any, arch: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights by their names in files, those of experts apart, as views."""
+    archs = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(archs[arch], model.config.num_hidden_layers)
+    for ours, weight in model.state_dict().items():
+        if ours == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        for name, view in _apart(ours, weight, is_turned=arch == "gpt-oss"):
+            for part, other in (_RENAMED | FAMILIES[arch].renamed).items():
+                name = name.replace(part, other)
+            if ".mixer.experts." in name:
+                name = name.replace("backbone", "model").replace("mixer", "mlp")
+            stored = names.get_name(name, (".weight", ".bias"))
+            assert stored is not None, name
+            yield stored, view
+
+
+def _apart(name: str, weight: Tensor, *, is_turned: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield joined weights apart; is_turned: they are transposed, with gates and values in turn."""
+    if not any(part in name for part in (".experts.", "shared_mlp.")):
+        yield name, weight
+        return
+    end = "bias" if name.endswith("bias") else "weight"
+    whole = name.removesuffix("_bias").removesuffix(".weight")
+    whole = whole.replace("input_linear", "gate_up_proj").replace("output_linear", "down_proj")
+    weight = weight.mT if is_turned and end == "weight" else weight
+    if not whole.endswith("gate_up_proj"):
+        yield f"{whole}.{end}", weight
+        return
+    halves = (weight[:, ::2], weight[:, 1::2]) if is_turned else weight.chunk(2, dim=-2)
+    for part, half in zip(("gate", "up"), halves, strict=True):
+        yield f"{whole.replace('gate_up', part)}.{end}", half
+
+
+def _kind_of(name: str, tensor: Tensor, kind: str, kinds: Mapping[str, str]) -> Kind:
+    role = name.removesuffix(".weight")
+    if tensor.ndim < 2 or name.endswith("bias") or role.split(".", 2)[-1] in _EXACT:
+        return Kind.F32
+    return Kind[next((other for end, other in kinds.items() if role.endswith(end)), kind)]
+
+
+def _factors(name: str, weight: Tensor) -> dict[str, np.ndarray]:
+    """A factor for a matrix, or for each of a stack, with another one for inputs; the weights are multiplied by it."""
+    factors = torch.linspace(0.75, 1.3, len(weight)) if weight.ndim == 3 else torch.tensor([0.9])
+    weight *= factors.view(-1, *[1] * (weight.ndim - 1))
+    return {f"{name}scale": factors.numpy(), f"{name}input_scale": (factors * 100).numpy()}
+
+
+def _write(
+    path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray], kinds: Mapping[str, Kind]
+) -> None:
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         add(writer, key, value)
-    for name, weight in _matrices(model):
-        stored_name, blocks = _stored_name(name, arch), None
-        stored = gguf.GGMLQuantizationType[kind]
-        for end, other in kinds.items():
-            if stored_name.removesuffix(".weight").endswith(end):
-                stored = gguf.GGMLQuantizationType[other]
-        if weight.ndim > 1 and not name.endswith("bias"):
-            blocks = blocks_of(weight.detach().numpy(), stored)
-            weight.data.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, stored)))
-            if stored.name == "NVFP4":
-                _write_factors(writer, stored_name.removesuffix("weight"), weight.data)
-        given = weight.detach().clone() if blocks is None else torch.from_numpy(blocks)
-        data = _as_stored(name, given, arch, model.config).numpy()
-        writer.add_tensor(stored_name, data, raw_dtype=None if blocks is None else stored)
-    for kind in ("short", "long"):
-        if f"{kind}_factor" in model.config.rope_parameters:
-            factors = np.array(model.config.rope_parameters[f"{kind}_factor"], dtype=np.float32)
-            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+    for name, data in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kinds.get(name))
+    _finish(writer)
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return model
-
-
-def _write_factors(writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
-    """Write a factor for a matrix, or for each of a stack, with another one for inputs; multiply the weights by it."""
-    factors = torch.linspace(0.75, 1.3, len(weight)) if weight.ndim == 3 else torch.tensor([0.9])
-    weight *= factors.view(-1, *[1] * (weight.ndim - 1))
-    writer.add_tensor(f"{name}scale", factors.numpy())
-    writer.add_tensor(f"{name}input_scale", (factors * 100).numpy())
-
-
-def _matrices(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights by name, with stacked gates and values of experts apart, as views."""
-    for name, weight in model.named_parameters():
-        if ".experts." in name and model.config.model_type == "gpt_oss":
-            yield from _apart(name, weight)
-        elif name.endswith("experts.gate_up_proj"):
-            for part, half in zip(("gate", "up"), weight.data.chunk(2, dim=1), strict=True):
-                yield name.replace("gate_up", part) + ".weight", half
-        else:
-            yield name if name.endswith(("weight", "bias")) else f"{name}.weight", weight
-
-
-def _apart(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same of gpt-oss, whose stacks are transposed, with gates and values in turn."""
-    whole, end = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
-    data = weight.data.mT if end == "weight" else weight.data
-    if whole.endswith("gate_up_proj"):
-        yield f"{whole.replace('gate_up', 'gate')}.{end}", data[:, ::2]
-        yield f"{whole.replace('gate_up', 'up')}.{end}", data[:, 1::2]
-    else:
-        yield f"{whole}.{end}", data
-
-
-def _metadata(arch: str, config: Any) -> dict[str, Any]:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    return {
-        f"{arch}.block_count": config.num_hidden_layers,
-        f"{arch}.context_length": config.max_position_embeddings,
-        f"{arch}.embedding_length": config.hidden_size,
-        f"{arch}.feed_forward_length": config.intermediate_size,
-        f"{arch}.attention.head_count": config.num_attention_heads,
-        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
-        f"{arch}.attention.key_length": head_dim,
-        f"{arch}.attention.value_length": head_dim,
-        f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        f"{arch}.attention.sliding_window": getattr(config, "sliding_window", None),
-        f"{arch}.attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
-        f"{arch}.final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
-        f"{arch}.expert_count": getattr(config, "num_experts", getattr(config, "num_local_experts", None)),
-        f"{arch}.expert_used_count": getattr(config, "num_experts_per_tok", None),
-        f"{arch}.expert_feed_forward_length": getattr(
-            config, "moe_intermediate_size", config.intermediate_size if arch == "gpt-oss" else None
-        ),
-        f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
-        f"{arch}.rope.freq_base": float(rope["rope_theta"]),
-        f"{arch}.rope.scaling.type": rope["rope_type"] if rope["rope_type"] == "yarn" else None,
-        f"{arch}.rope.scaling.factor": rope.get("factor"),
-        f"{arch}.rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
-    } | tokenizer_metadata()
-
-
-def tokenizer_metadata() -> dict[str, Any]:
-    """The tokenizer of tiny models."""
-    tokenizer = make_tokenizer()
-    tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(len(tokenizer))]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3, 3] + [1] * (len(tokens) - 2),
-        "tokenizer.ggml.merges": _merges_of(tokenizer.backend_tokenizer.model),
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.chat_template": CHAT_TEMPLATE,
-    }
-
-
-def _merges_of(model: Any) -> list[str]:
-    return [" ".join(pair) if isinstance(pair, list) else pair for pair in json.loads(model.__getstate__())["merges"]]
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -185,24 +183,21 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _stored_name(name: str, arch: str) -> str:
-    name, suffix = name.rsplit(".", 1)
-    if name in _OUTSIDE:
-        return f"{_OUTSIDE[name]}.{suffix}"
-    _, _, number, role = name.split(".", 3)
-    roles = _ROLES | (_GEMMA_ROLES if arch.startswith("gemma") else {})
-    roles |= _GPT_OSS_ROLES if arch == "gpt-oss" else {}
-    return f"blk.{number}.{roles[role]}.{suffix}"
-
-
-def _as_stored(name: str, weight: torch.Tensor, arch: str, config: Any) -> torch.Tensor:
-    """What llama.cpp's converter changes: rows of q and k of llama, norms of Gemma."""
-    if arch.startswith("gemma") and "norm" in name:
-        return weight + 1
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-    if arch != "llama" or not heads:
-        return weight
-    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape).contiguous()
+def tokenizer_metadata() -> dict[str, Any]:
+    """The tokenizer of tiny models."""
+    tokenizer = make_tokenizer()
+    tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(len(tokenizer))]
+    merges = json.loads(tokenizer.backend_tokenizer.model.__getstate__())["merges"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3] + [1] * (len(tokens) - 2),
+        "tokenizer.ggml.merges": [" ".join(pair) if isinstance(pair, list) else pair for pair in merges],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
 
 
 def write_parts(path: Path, count: int) -> list[Path]:
@@ -221,14 +216,14 @@ def write_parts(path: Path, count: int) -> list[Path]:
         writer.add_int32("split.tensors.count", len(reader.tensors))
         for tensor in reader.tensors[number::count]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        _finish(writer)
     return parts
 
 
-def blocks_of(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+# ---------------------------------------------------------------------------------------------- blocks
+
+
+def blocks_of(weight: np.ndarray, kind: Kind) -> np.ndarray:
     """Return the weights in blocks, or random ones of the same size where the library cannot quantize."""
     try:
         return gguf.quants.quantize(np.ascontiguousarray(weight), kind)
@@ -244,7 +239,7 @@ _SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (
            "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}  # fmt: skip
 
 
-def scaled(rows: np.ndarray, kind: gguf.GGMLQuantizationType, scale: float) -> np.ndarray:
+def scaled(rows: np.ndarray, kind: Kind, scale: float) -> np.ndarray:
     """[rows, bytes] with this scale, and for what is added or subtracted ten times that, up to a half more or less."""
     blocks = rows.reshape(len(rows), -1, gguf.GGML_QUANT_SIZES[kind][1]).copy()
     factors = np.random.default_rng(1).uniform(0.5, 1.5, (2, *blocks.shape[:2]))
@@ -257,7 +252,7 @@ def scaled(rows: np.ndarray, kind: gguf.GGMLQuantizationType, scale: float) -> n
     return blocks.reshape(rows.shape)
 
 
-def random_blocks(kind: gguf.GGMLQuantizationType, num_rows: int, num_blocks: int) -> np.ndarray:
+def random_blocks(kind: Kind, num_rows: int, num_blocks: int) -> np.ndarray:
     """[num_rows, bytes of a row]; random codes, with scales that are numbers."""
     _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     data = np.random.default_rng(0).integers(0, 256, (num_rows, num_blocks * block_bytes), dtype=np.uint8)
