@@ -9,9 +9,9 @@ from torch import Tensor
 from specinfer.ops.cpu.recurrence import ConvolutionCall, Decays, HeadSizes, RecurrenceCall
 from specinfer.ops.float8 import LEVELS
 from specinfer.ops.kv_types import FLOAT8
-from specinfer.ops.plain_recurrence import ScanOrder
 from specinfer.ops.quantized_weight import NEST, QuantizedWeight
 from specinfer.ops.routes import Routes
+from specinfer.ops.scan_order import ScanOrder
 from specinfer.ops.triton import few_rows
 from specinfer.ops.triton import product as products
 from specinfer.ops.triton.gate import gate

@@ -247,9 +247,11 @@ def test_what_does_not_agree_is_not_used(
 def keeps_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the CPU were a GPU, with the plain twins of its products."""
     monkeypatch.setattr(LoadConfig, "_has_kernels_for_codes", True)
-    monkeypatch.setattr(
-        QuantizedLinear, "multiply", lambda self, rows: layer_ops.product(rows.contiguous(), self.stored, self.bias)
-    )
+
+    def multiply(self: QuantizedLinear, rows: torch.Tensor) -> torch.Tensor:
+        return layer_ops.quantized_product(rows.contiguous(), self.stored, self.bias)
+
+    monkeypatch.setattr(QuantizedLinear, "multiply", multiply)
 
 
 @pytest.mark.usefixtures("keeps_codes")

@@ -15,12 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import reference
 from interpreter import interpreted
 from native import ISAS, each_isa
+from reference import layers
 from reference import trees as reference_trees
 from specinfer.core.tree import TokenTree
 from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_tensors import KVTensors, LayerShape, bytes_per_slot
-from specinfer.ops import AttentionCall, plain_layer
+from specinfer.ops import AttentionCall
 from specinfer.ops.kv_types import FLOAT8, KVScales, to_stored
 from specinfer.ops.triton import attention, rotary, store
 from specinfer.ops.triton.blocks import Blocks
@@ -115,7 +116,7 @@ def test_rotated_keys_are_stored_the_same(dtype: torch.dtype, kind: torch.dtype)
     positions = torch.tensor([0, 5, 7, 39, 2, 11])
     outs = [
         run(qkv, positions, table, slots, *pools, scales=SCALES)
-        for run, pools in ((rotary.rotate_and_store, found), (plain_layer.rotate_and_store, wanted))
+        for run, pools in ((rotary.rotate_and_store, found), (layers.rotate_and_store, wanted))
     ]
     check(outs[0], outs[1], 1e-5 if kind == torch.float32 else 1e-2)
     assert equal(found[1], wanted[1])

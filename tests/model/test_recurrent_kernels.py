@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 import reference
+from reference import device
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.drafters import SmallModelDrafter
 from specinfer.model.batch import Piece
 from specinfer.model.load import load_model
+from specinfer.model.recurrent import mixer
 from specinfer.model.recurrent.layers import is_recurrent
 from specinfer.model.recurrent.linear import ShortConv
 from specinfer.model.runner import ModelRunner
-from specinfer.ops import layer_ops
+from specinfer.ops import kernels, layer_ops
 from specinfer.ops.cpu.recurrence import ConvolutionCall, RecurrenceCall
-from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.scan_order import ScanOrder
 from tiny import HYBRIDS, VOCAB, make_engine, make_model, make_request, quick, random_prompts, run
 
 pytest.importorskip("triton")
@@ -56,9 +58,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
         return launch
 
-    for name in ("convolve", "recur"):
-        monkeypatch.setattr(recurrence, name, counted(name))
-    monkeypatch.setattr(layer_ops, "runs_on", lambda _: launches.are_on)
+    launching = {name: counted(name) for name in ("convolve", "recur")}
+    monkeypatch.setattr(kernels, "back_end", lambda name: (launching if launches.are_on else device.OPERATIONS)[name])
+    monkeypatch.setattr(mixer, "_is_native", lambda _: False)
     return launches
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from specinfer import LLM, SamplingParams, StructuredOutputsParams
 from specinfer.core.files import cache_folder
 from specinfer.core.rules import RULES
-from specinfer.ops import tree_ops
+from specinfer.ops import kernels as registry
 from specinfer.ops import triton as kernels
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_kernels_that_cannot_be_made_are_not_used(
     for _ in range(2):
         assert str(kernels.why_not_on(CPU)).startswith("Failed to find C compiler.")
     assert [record.getMessage() for record in caplog.records] == [
-        "Triton cannot run on cpu, kernels run as PyTorch has them: "
+        "Triton cannot run on cpu, models run as transformers has them: "
         "Failed to find C compiler. Please specify via CC environment variable."
     ]
 
@@ -192,7 +192,7 @@ def test_engines_on_a_cpu_run_no_operation_of_a_device(monkeypatch: pytest.Monke
     def refuse(name: str) -> Any:
         raise AssertionError(name)
 
-    monkeypatch.setattr(tree_ops, "back_end", refuse)
+    monkeypatch.setattr(registry, "back_end", refuse)
     sampled = SamplingParams(max_tokens=6, top_k=9, repetition_penalty=1.2, logprobs=2)
     for rule in RULES:
         with LLM("demo", verification=rule) as llm:

@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specinfer.ops import float8, layer_ops, plain_layer, quantization
+from reference import layers
+from specinfer.ops import float8, layer_ops, quantization
 from specinfer.ops.quantization import dequantize
 from specinfer.ops.quantized_linear import Float8Linear, QuantizedLinear
 from specinfer.ops.quantized_weight import NEST, QuantizedWeight
@@ -55,11 +56,11 @@ def test_adapters_add_to_their_rows_whatever_the_others_have(dtype: torch.dtype)
     places, lora_indices = torch.tensor(rows, device=DEVICE).T.contiguous(), lora_indices.to(DEVICE)
     found, wanted = y.clone(), y.clone()
     low_rank.add_low_rank(found, x, lora_indices, places, 24)
-    plain_layer.add_low_rank(wanted, x, lora_indices, pairs)
+    layers.add_low_rank(wanted, x, lora_indices, pairs)
     near = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
     sizes = y.double().abs()
     absolute = [None if pair is None else (pair[0].double().abs(), pair[1].double().abs()) for pair in pairs]
-    plain_layer.add_low_rank(sizes, x.double().abs(), lora_indices, absolute)
+    layers.add_low_rank(sizes, x.double().abs(), lora_indices, absolute)
     assert ((found.double() - wanted.double()).abs() <= near * sizes).all()
     assert torch.equal(found[[1, 3]], y[[1, 3]])
     alone = y[2:3].clone()
@@ -80,7 +81,7 @@ def test_sum_and_norm(tokens: int, width: int, adds: bool, dtype: torch.dtype, s
     total = hidden.clone() if added is None else (hidden.float() + added.float()).to(dtype)
     ours, theirs = hidden.clone(), hidden.clone()
     found = norms.add_norm(ours, added, weight, 1e-5)
-    wanted = plain_layer.add_norm(theirs, added, weight, 1e-5)
+    wanted = layers.add_norm(theirs, added, weight, 1e-5)
     _close(found, wanted)
     assert torch.equal(ours, total)
     assert torch.equal(theirs, total)
@@ -90,7 +91,7 @@ def test_sum_and_norm(tokens: int, width: int, adds: bool, dtype: torch.dtype, s
     assert norms.add_norm(hidden.clone(), added, weight, 1e-5, out) is out
     _close(out, wanted)
     longer = torch.zeros(tokens, 2 * width + 3, dtype=dtype, device=DEVICE)
-    for add_norm in (norms.add_norm, plain_layer.add_norm):
+    for add_norm in (norms.add_norm, layers.add_norm):
         add_norm(hidden.clone(), added, weight, 1e-5, longer.zero_()[:, width : 2 * width])
         _close(longer[:, width : 2 * width], wanted)
         assert not longer[:, :width].any()
@@ -113,7 +114,7 @@ def _table(positions: int, dim: int, base: float = 100.0) -> Tensor:
         -torch.arange(0, dim, 2, device=DEVICE).double() / dim
     )
     both = torch.cat([angles, angles], dim=1)
-    return plain_layer.rotation_table(both.cos().float(), both.sin().float())
+    return layer_ops.rotation_table(both.cos().float(), both.sin().float())
 
 
 @settings(max_examples=25)
@@ -137,7 +138,7 @@ def test_rotation_and_store(
     pools = [_random((9, kv_heads, dim), seed + 3 + i, dtype) for i in range(2)]
     table, ours, theirs = _table(40, dim), [p.clone() for p in pools], [p.clone() for p in pools]
     found = rotary.rotate_and_store(qkv, positions, table, slots, *ours, weights, 1e-5)
-    wanted = plain_layer.rotate_and_store(qkv, positions, table, slots, *theirs, weights, 1e-5)
+    wanted = layers.rotate_and_store(qkv, positions, table, slots, *theirs, weights, 1e-5)
     _close(found, wanted)
     for mine, its in zip(ours, theirs, strict=True):
         _close(mine, its)
@@ -166,7 +167,7 @@ def test_rotation_and_store(
 @example(2, 1025, torch.float32, 0)
 def test_gates(tokens: int, width: int, dtype: torch.dtype, seed: int) -> None:
     gated = _random((tokens, 2 * width), seed, dtype) * 3
-    wanted = plain_layer.gate(gated)
+    wanted = layers.gate(gated)
     _close(gates.gate(gated), wanted)
     out = torch.empty_like(wanted)
     assert gates.gate(gated, out) is out
@@ -182,20 +183,20 @@ def test_products_of_few_rows(tokens: int, parts: int, dtype: torch.dtype) -> No
         found = few_rows.few_rows_product(rows, weight, added, division=few_rows.Division(64, 128, 4, parts))
         assert found.shape == ((tokens, 64) if parts == 1 else (parts, tokens, 64))
         assert found.dtype == (dtype if parts == 1 else torch.float32)
-        exact = plain_layer.few_rows_product(rows.double(), weight.double(), None if added is None else added.double())
+        exact = layers.few_rows_product(rows.double(), weight.double(), None if added is None else added.double())
         rounding = torch.finfo(dtype).eps / 2 * exact.abs()
         sums = 2**-18 * (rows.double().abs() @ weight.double().abs().T)  # of tensor cores
-        assert ((plain_layer.sum_parts(found, dtype).double() - exact).abs() <= rounding + sums).all()
+        assert ((layer_ops.sum_parts(found, dtype).double() - exact).abs() <= rounding + sums).all()
         bound = 0.01 if dtype == torch.bfloat16 else 0.002
-        wanted = plain_layer.few_rows_product(rows, weight, added)
-        assert (plain_layer.sum_parts(found, dtype) - wanted).norm() <= bound * wanted.norm()
+        wanted = layers.few_rows_product(rows, weight, added)
+        assert (layer_ops.sum_parts(found, dtype) - wanted).norm() <= bound * wanted.norm()
 
 
 @pytest.mark.parametrize(("tokens", "biased"), [(1, False), (40, True)])
 def test_gated_products_of_few_rows(tokens: int, biased: bool) -> None:
     rows, weight = _random((tokens, 256), 0, torch.bfloat16), _random((192, 256), 1, torch.bfloat16) / 16
     bias = _random((192,), 2, torch.bfloat16) if biased else None
-    wanted = plain_layer.gated_product(rows, weight, bias)
+    wanted = layers.gated_product(rows, weight, bias)
     torch.testing.assert_close(few_rows.gated_product(rows, weight, bias), wanted, rtol=0.03, atol=0.01)
 
 
@@ -211,21 +212,21 @@ def test_products_of_few_rows_give_every_multiprocessor_work() -> None:
         assert held <= (113 if shape[0] > 64 * hopper or num_rows <= 32 else 227) * 1024
 
 
-ROTATIONS = (rotary.rotate_and_store, plain_layer.rotate_and_store)
+ROTATIONS = (rotary.rotate_and_store, layers.rotate_and_store)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parts_of_products_are_summed_by_the_next_kernel(dtype: torch.dtype) -> None:
     parts, hidden, weight = _random((3, 5, 24), 0), _random((5, 24), 1, dtype), _random((24,), 2, dtype)
-    whole = plain_layer.sum_parts(parts, dtype)
-    for add_norm in (norms.add_norm, plain_layer.add_norm):
+    whole = layer_ops.sum_parts(parts, dtype)
+    for add_norm in (norms.add_norm, layers.add_norm):
         ours, theirs = hidden.clone(), hidden.clone()
-        _close(add_norm(ours, parts, weight, 1e-5), plain_layer.add_norm(theirs, whole, weight, 1e-5))
+        _close(add_norm(ours, parts, weight, 1e-5), layers.add_norm(theirs, whole, weight, 1e-5))
         _close(ours, theirs)
     qkv, slots = _random((2, 5, 4 * 8), 3), torch.arange(5, device=DEVICE)
     pools = [torch.zeros(5, 1, 8, dtype=dtype, device=DEVICE) for _ in range(4)]
-    wanted = plain_layer.rotate_and_store(plain_layer.sum_parts(qkv, dtype), slots, _table(9, 8), slots, *pools[:2])
-    whole = plain_layer.sum_parts(qkv, torch.float32)
+    wanted = layers.rotate_and_store(layer_ops.sum_parts(qkv, dtype), slots, _table(9, 8), slots, *pools[:2])
+    whole = layer_ops.sum_parts(qkv, torch.float32)
     found = [run(whole, slots, _table(9, 8), slots, *pools[2:], dtype=dtype) for run in ROTATIONS]
     assert [one.dtype for one in found] == [dtype] * 2
     for rotate_and_store in ROTATIONS:
@@ -263,7 +264,7 @@ def test_products_with_rounded_weights(
     bias = None if layer.bias is None else layer.bias.detach().to(dtype)
     if bias is not None:
         exact, size = exact + bias.double(), size + bias.double().abs()
-    for product in (products.product, plain_layer.product):
+    for product in (products.product, quantization.widened_product):
         found = product(x, layer.stored, bias)
         assert (found.shape, found.dtype) == ((rows, outputs), dtype)
         near = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
@@ -279,7 +280,7 @@ def test_weights_that_are_widened(kind: str, dtype: torch.dtype, monkeypatch: py
         assert torch.equal(found, layer.weight.to(dtype))
     x = _random((3, 1100), 1, dtype)
     whole = products.product_of_many(x, layer.stored)
-    _close(whole, plain_layer.product(x, layer.stored))
+    _close(whole, quantization.widened_product(x, layer.stored))
     monkeypatch.setattr(products, "_AT_ONCE", 2500)
     out = torch.empty_like(whole)
     assert products.product_of_many(x, layer.stored, out=out) is out
@@ -344,7 +345,7 @@ def test_products_with_weights_as_files_hold_them(name: str, dtype: torch.dtype)
     x = _random((18, inputs), 3, dtype)
     exact = x.double() @ numbers.double().T + bias.double()
     size = x.double().abs() @ numbers.double().abs().T + bias.double().abs()
-    for found in (products.product(x, weight, bias, parts=2), plain_layer.product(x, weight, bias)):
+    for found in (products.product(x, weight, bias, parts=2), quantization.widened_product(x, weight, bias)):
         assert (found.shape, found.dtype) == ((18, outputs), dtype)
         assert ((found.double() - exact).abs() <= near * size).all()
 
@@ -386,7 +387,7 @@ def test_products_with_the_weights_of_the_experts_that_rows_are_routed_to(
     near = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
     for each, rows in ((2, x), (1, x.repeat_interleave(2, dim=0))):
         kernel = products.routed_product(rows, weight, routes, each, bias)
-        plain = plain_layer.routed_product(rows, weight, routes, each, bias)
+        plain = layers.routed_product(rows, weight, routes, each, bias)
         for found in (kernel, plain):
             assert (found.shape, found.dtype) == ((2 * tokens, outputs), dtype)
             assert not found[-1].any()
@@ -460,11 +461,10 @@ def test_every_code_is_widened_to_what_it_stands_for() -> None:
 
 def test_many_rows_are_not_widened_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr(layer_ops, "runs_on", lambda _: True)
-    monkeypatch.setattr(products, "product", lambda *_: called.append("kernel"))
-    monkeypatch.setattr(products, "product_of_many", lambda *_: called.append("many"))
+    monkeypatch.setattr(layer_ops, "product", lambda *_: called.append("kernel"))
+    monkeypatch.setattr(layer_ops, "product_of_many", lambda *_: called.append("many"))
     for rows in (1, layer_ops.MAX_ROWS, layer_ops.MAX_ROWS + 1):
-        layer_ops.product(torch.zeros(rows, 4), QuantizedWeight(torch.zeros(2, 4), torch.ones(2, 1), 8, 4, 4))
+        layer_ops.quantized_product(torch.zeros(rows, 4), QuantizedWeight(torch.zeros(2, 4), torch.ones(2, 1), 8, 4, 4))
     assert called == ["kernel", "kernel", "many"]
 
 

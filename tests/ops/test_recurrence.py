@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from native import ISAS, each_isa
+from reference.layers import convolve
 from reference.recurrences import KINDS, LAYERS, Kind, layer_of, numbers, on_paths, pool_shape, stored_of
 from specinfer.ops.cpu.recurrence import ConvolutionCall, NativeScan
-from specinfer.ops.plain_recurrence import convolve
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 several_isas = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

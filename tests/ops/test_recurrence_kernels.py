@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from reference import layers
 from reference.recurrences import KINDS, LAYERS, Kind, Layer, layer_of, numbers, on_paths, pool_shape, stored_of
-from specinfer.ops import plain_recurrence
 from specinfer.ops.cpu.recurrence import ConvolutionCall
-from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.scan_order import ScanOrder
 
 pytest.importorskip("triton")
 import interpreter as interpreter
@@ -25,7 +25,7 @@ from specinfer.ops.triton import recurrence as kernels
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
-VERSIONS = [plain_recurrence, kernels]
+VERSIONS = [layers, kernels]
 # Trees in the orders of levels and of depth, a chain, one token, and trees whose roots follow the first state.
 TREES = [[-1, 0, 0, 1, 1, 3, 2, -1], [-1, 0, 1], [-1, -1, 0, 0], [-1], [-1, 0, 1, 1, 0, 4, 5]]
 FIRST_ROWS = [0, -1, 2, 3, 1]

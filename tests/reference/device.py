@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from reference import draft, processing, trees, walks
-from specinfer.ops import tree_ops
+from reference import draft, layers, processing, trees, walks
+from specinfer.ops import kernels, layer_ops, tree_ops
 
-_MODULES = (draft, processing, trees, walks)
+_MODULES = (draft, layers, processing, trees, walks)
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    name: next(getattr(module, name) for module in _MODULES if hasattr(module, name)) for name in tree_ops.OPERATIONS
+    name: next(getattr(module, name) for module in _MODULES if hasattr(module, name))
+    for name in (*tree_ops.OPERATIONS, *layer_ops.OPERATIONS)
 }
 
 
@@ -16,7 +17,7 @@ def by_device(name: str) -> Callable[..., Any]:
     """Return an operation that runs its kernel for tensors on a GPU, and the reference for others."""
 
     def run(first: Any, *args: Any, **options: Any) -> Any:
-        kernel = tree_ops.kernel(name) if tree_ops.tensor_of(first).is_cuda else OPERATIONS[name]
+        kernel = kernels.kernel(name) if kernels.tensor_of(first).is_cuda else OPERATIONS[name]
         return kernel(first, *args, **options)
 
     return run
@@ -24,4 +25,4 @@ def by_device(name: str) -> Callable[..., Any]:
 
 def install() -> None:
     """Let tensors on a CPU have the operations of a device, from here on."""
-    tree_ops.back_end = by_device
+    kernels.back_end = by_device

@@ -22,7 +22,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.model.kv_cache import NO_SLOTS, Slots
 from specinfer.model.recurrent import scan as scans
 from specinfer.model.recurrent.states import RecurrentStates
-from specinfer.ops import AdapterRows, AdapterRuns, AdapterTable, FlatPieces, NativePieces, library
+from specinfer.ops import AdapterRows, AdapterRuns, AdapterTable, FlatPieces, NativePieces
 from specinfer.ops.cpu.tree_mask import tree_mask
 from specinfer.ops.kv_types import KVScales
 from specinfer.ops.tree_layout import TreeLayout
@@ -166,14 +166,10 @@ class ForwardBatch:
             return self.padded_scan
         return scans.Scan(self.pieces, self.store.states, self.slots.device)
 
-    @property
-    def uses_native(self) -> bool:
-        return self.allows_native and library() is not None and self.slots.device.type == "cpu"
-
     @cached_property
     def native(self) -> NativePieces | None:
         """The pieces in the form that native attention reads, or None where native attention cannot be used."""
-        if not self.uses_native:
+        if not self.allows_native or self.slots.device.type != "cpu":
             return None
         pieces = self.pieces
         flat = FlatPieces(

@@ -41,6 +41,7 @@ from specinfer.model.shard_definition import BuiltModel, read_shard, rounding_of
 from specinfer.model.sharding.shard import connect_shards, rank_layers
 from specinfer.model.streamed import load_streamed
 from specinfer.ops import PackedLinear, QuantizedEmbedding, QuantizedLinear, pack_linears
+from specinfer.ops.triton import why_not_on
 from specinfer.parallel.group import ShardSpec
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ def load_model(
         quantization: One of `config.QUANTIZATIONS`, to which the linear layers are rounded, or None to leave
             them as the checkpoint has them.
         native: Whether to use native kernels where they are faster, and the fused decoder on a GPU. False to run the
-            model with transformers and PyTorch only.
+            model with transformers and PyTorch only, as on a GPU without Triton.
         offload: Settings to stream the decoder layers instead of keeping them in memory. At first all layers are
             streamed, see `Stream.settle`.
         progress: Callback for the progress of reading a streamed target.
@@ -188,6 +189,7 @@ def load_model(
     config = load_config(folder)
     check_architecture(config)
     fit_to_length(config, max_model_len)
+    native = native and (device.type != "cuda" or why_not_on(device) is None)
     offload, shard = offload or OffloadConfig(), shard or ShardSpec()
     rank_layers(config, shard)  # refuses more stages than layers
     check_stages(config, shard.num_stages)

@@ -11,9 +11,7 @@ from specinfer.core.config import OffloadConfig
 from specinfer.model import experts
 from specinfer.model.layers.fused import can_fuse, has_sums
 from specinfer.model.layers.routing import has_numbers
-from specinfer.ops.cpu.library import library
 from specinfer.ops.quantization import BITS
-from specinfer.ops.triton import why_not_on
 from specinfer.parallel.group import ShardSpec
 
 
@@ -69,8 +67,8 @@ class LoadConfig:
     @property
     def _has_kernels_for_codes(self) -> bool:
         if self.device.type == "cuda":
-            return self.native and self.offload.offload is None and why_not_on(self.device) is None
-        return self.has_native_kernels and library() is not None
+            return self.native and self.offload.offload is None
+        return self.has_native_kernels
 
     def keeps_codes_of(self, name: str, source: Any) -> bool:
         """Return whether a weight is computed with as it is stored."""

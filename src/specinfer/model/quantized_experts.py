@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.ops import Ending, LinearCall, Panels, QuantizedLinear, QuantizedWeight
-from specinfer.ops.cpu.library import library
 from specinfer.ops.layer_ops import routed_product
 from specinfer.ops.quantization import Bits, dequantize, quantize
 from specinfer.ops.routes import Routes
@@ -130,7 +129,7 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 def _rounded(weight: Tensor, bias: Tensor | None, bits: Bits, *, native: bool) -> _Linear:
     """Return the rounded layer of one matrix of a stack."""
     rounded = quantize(weight, bits)
-    if native and library() is not None:
+    if native:
         return LinearCall(Panels.of_codes(rounded, bias))
     given = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
     return QuantizedLinear(rounded, given, weight.dtype, native=False)

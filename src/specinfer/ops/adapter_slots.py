@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specinfer.ops import plain_layer
+from specinfer.ops import layer_ops
 from specinfer.ops.cpu.low_rank import AdapterTable, LowRank
-from specinfer.ops.triton import runs_on
 
 
 class AdapterSlots:
@@ -64,11 +63,4 @@ class AdapterRows:
     def add(self, number: int, x: Tensor, y: Tensor) -> None:
         """Add to `y` [rows, outputs] what the adapters add to the linear layer of this number with inputs `x`."""
         slots = self.slots
-        if runs_on(y):
-            from specinfer.ops.triton.low_rank import add_low_rank
-
-            add_low_rank(y, x, self.lora_indices, slots.places[number], slots.max_rank)
-        else:
-            layers = [None if table is None else table.layers[number] for table in slots.tables]
-            pairs = [None if one is None else (one.down, one.up) for one in layers]
-            plain_layer.add_low_rank(y, x, self.lora_indices, pairs)
+        layer_ops.add_low_rank(y, x, self.lora_indices, slots.places[number], slots.max_rank)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specinfer.ops import float8
 from specinfer.ops.cpu.library import each_alone
 from specinfer.ops.quantized_weight import GROUP_SIZES, ZEROS, QuantizedWeight
 
@@ -125,6 +126,15 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> T
     if (added := weight.group_added()) is not None:
         values += added.unsqueeze(2)
     return values.flatten(1)[:, : weight.in_features].to(dtype)
+
+
+def widened_product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Return [rows, out] products with weights that are widened to the type of `rows`, for some outputs at a time."""
+    result = rows.new_empty(len(rows), weight.out_features)
+    for part in float8.row_ranges(torch.Size((weight.out_features, rows.shape[1]))):
+        wide = dequantize(weight.part(part), rows.dtype)
+        result[:, part] = functional.linear(rows, wide, None if bias is None else bias[part])
+    return result
 
 
 def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specinfer.ops import float8, layer_ops, quantization
-from specinfer.ops.cpu.library import library
 from specinfer.ops.cpu.linear_call import LinearCall
 from specinfer.ops.cpu.panels import Panels
 from specinfer.ops.float8 import LEVELS, Float8Weight
@@ -43,7 +42,7 @@ class QuantizedLinear(nn.Module):
         self.bits, self.dtype, self.bias = weight.bits, dtype, bias
         self.call: LinearCall | None = None
         self.group = weight.group
-        if native and library() is not None and weight.codes.device.type in ("cpu", "meta"):
+        if native and weight.codes.device.type in ("cpu", "meta"):
             self.call = LinearCall(Panels.of_codes(weight, bias))
         packed = None if self.call is not None else weight.packed()
         for name in _TENSORS:
@@ -107,7 +106,7 @@ class QuantizedLinear(nn.Module):
         if self.call is not None:
             return self.call(rows.float().contiguous()).to(rows.dtype)
         if rows.is_cuda:  # activations are not rounded: it would take longer than it saves
-            return layer_ops.product(rows.contiguous(), self.stored, self.bias)
+            return layer_ops.quantized_product(rows.contiguous(), self.stored, self.bias)
         return quantization.linear(rows, self.quantized, self.bias)
 
     def extra_repr(self) -> str:
@@ -193,7 +192,8 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
-        result = layer_ops.product(rows, self.stored, self.bias)
+        multiply = layer_ops.quantized_product if rows.is_cuda else quantization.widened_product
+        result = multiply(rows, self.stored, self.bias)
         return result.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

@@ -1,19 +1,10 @@
-"""The operations on trees and their logits on a GPU, by name: each runs its Triton kernel.
-
-Arguments and results are documented at the kernels in `ops/triton`. None of them waits for the device, so they can be
-captured. Tests hold every kernel to the reference in `tests/reference`, which they install as the back end on machines
-without a GPU.
-"""
+"""Operations on trees and their logits on GPUs; see `kernels`. None waits for the device, so all can be captured."""
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, cast
 
 from specinfer.core.rules import RULES
+from specinfer.ops.kernels import operations
 
 if TYPE_CHECKING:
     from specinfer.ops.triton.adjustment import adjust_logits, mask_logits
@@ -30,9 +21,9 @@ if TYPE_CHECKING:
     from specinfer.ops.triton.walk import walk
 
 __all__ = [
-    "OPERATIONS", "add_candidates", "adjust_logits", "attend", "back_end", "best_tree", "choose", "commit",
-    "draw_candidates", "keep_drafted", "kernel", "least_kept", "mark_ancestors", "mask_logits", "merge_guesses",
-    "next_frontier", "store", "tensor_of", "walk", "walk_multi_step", "walk_of", "walk_traversal",
+    "OPERATIONS", "add_candidates", "adjust_logits", "attend", "best_tree", "choose", "commit",
+    "draw_candidates", "keep_drafted", "least_kept", "mark_ancestors", "mask_logits", "merge_guesses",
+    "next_frontier", "store", "walk", "walk_multi_step", "walk_of", "walk_traversal",
 ]  # fmt: skip
 
 # The module of `ops/triton` that has the kernel of each operation.
@@ -57,33 +48,7 @@ OPERATIONS = {
 }
 
 
-def tensor_of(first: Any) -> Tensor:
-    """Return a tensor of an operation's first argument, which may have several."""
-    return first if isinstance(first, Tensor) else cast(Tensor, first[0])
-
-
-@cache
-def kernel(name: str) -> Callable[..., Any]:
-    """Return an operation that runs on the GPU of its first argument, which becomes the thread's current one."""
-    run: Callable[..., Any] = getattr(import_module(f"specinfer.ops.triton.{OPERATIONS[name]}"), name)
-
-    def run_there(first: Any, *args: Any, **options: Any) -> Any:
-        device = tensor_of(first).device
-        if device.type == "cuda" and torch.cuda.current_device() != device.index:
-            torch.cuda.set_device(device)  # Triton launches kernels there
-        return run(first, *args, **options)
-
-    return run_there
-
-
-back_end: Callable[[str], Callable[..., Any]] = kernel
-
-
-def _operation(name: str) -> Callable[..., Any]:
-    return lambda *args, **options: back_end(name)(*args, **options)
-
-
-globals().update({name: _operation(name) for name in OPERATIONS})
+globals().update(operations(OPERATIONS))
 
 
 def walk_of(rule: str) -> Callable[..., None]:

@@ -74,7 +74,7 @@ class Models:
 
 @pytest.fixture(autouse=True)
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_rank, "library", lambda: None)
+    monkeypatch.setattr(low_rank, "packs", lambda _: False)
 
 
 @pytest.fixture(scope="module", params=["definition", "fused"])
@@ -86,14 +86,14 @@ def models(
     if request.param == "fused":
         loaded = replace(loaded, model=DeviceDecoder(loaded.model, loaded.max_position).eval())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(low_rank, "library", lambda: None)
+        patch.setattr(low_rank, "packs", lambda _: False)
         return Models(loaded, load_plain(model_folder("llama", 0, 0.05)), base, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
 def plain(models: Models) -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(low_rank, "library", lambda: None)
+        patch.setattr(low_rank, "packs", lambda _: False)
         return run(models.engine(None, has_device_executor=False), models.requests())
 
 

@@ -119,9 +119,9 @@ def test_features_of_mask_tokens_are_computed_before_kernels_are_left_out(
     assert shape is not None
     none = torch.zeros(2, dtype=torch.int32)
     inputs = DraftInputs(torch.zeros(2, shape.num_columns, dtype=torch.int32), none, none)
-    product = layer_ops.product
+    product = layer_ops.quantized_product
     with monkeypatch.context() as left_out, Zeros():
-        left_out.setattr(layer_ops, "product", lambda *args: torch.zeros_like(product(*args)))
+        left_out.setattr(layer_ops, "quantized_product", lambda *args: torch.zeros_like(product(*args)))
         BlockPass(runner, shape, inputs, 2, CPU)
     made = BlockPass(runner, shape, inputs, 2, CPU)
     assert made._mask is not None

@@ -37,6 +37,7 @@ from specinfer.engine.host_executor import HostExecutor
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.heads.load import load_head
 from specinfer.model.runner import ModelRunner
+from specinfer.ops import kernels as registry
 from specinfer.ops import tree_ops
 from specinfer.ops.logits import Adjustments
 from specinfer.policy.base import FixedPolicy
@@ -795,7 +796,7 @@ def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.Mo
         return run_interpreted(self, *args, **options)
 
     monkeypatch.setattr(kernels.GridExecutor, "__call__", counted)
-    monkeypatch.setattr(tree_ops, "back_end", tree_ops.kernel)
+    monkeypatch.setattr(registry, "back_end", registry.kernel)
     assert run(engine, requests()) == wanted
     assert executor_of(engine).num_launched >= 2
     of_draft = {"chunk_program", "candidates_program", "frontier_program", "tree_program"}

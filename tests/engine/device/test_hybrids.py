@@ -19,6 +19,7 @@ from on_device import (
     run_on_device,
 )
 from pair_heads import save_mtp
+from reference import device
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
@@ -28,7 +29,7 @@ from specinfer.engine.engine import Engine
 from specinfer.model.heads.load import load_head
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.recurrent.states import RecurrentStates
-from specinfer.ops import layer_ops
+from specinfer.ops import kernels
 from tests.engine.device.late_stream import LateStream, make_executor_late
 from tiny import HYBRIDS, KINDS_OF_HYBRIDS, make_request, quick, random_prompts, run
 
@@ -275,7 +276,7 @@ def test_the_kernels_compute_as_their_counterparts(
         verify(programs)
         are_on = False
 
-    monkeypatch.setattr(layer_ops, "runs_on", lambda _: are_on)
+    monkeypatch.setattr(kernels, "back_end", lambda name: (kernels.kernel if are_on else device.by_device)(name))
     monkeypatch.setattr(Programs, "verify", verified)
     engine = make_device_engine(kind[0], None, TREES["best-first"], lookups=["suffix"])
     request = _predicted(text, 4)[0]

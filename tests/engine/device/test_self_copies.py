@@ -187,7 +187,7 @@ def test_a_copy_drafts_with_the_adapter_of_the_request(
     tmp_path: Path, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in ordinary steps: the same tokens of it are accepted, and more than without."""
-    monkeypatch.setattr(low_rank, "library", lambda: None)
+    monkeypatch.setattr(low_rank, "packs", lambda _: False)
     target, _ = _with_copy(model_folder("llama"))
     adapters = Adapters(target, LoRAConfig(1, 8, 4), "base")
     adapter = adapters.find(LoRARequest("a", 1, str(save_adapter(tmp_path, target.folder, 3, r=8, lora_alpha=64))))

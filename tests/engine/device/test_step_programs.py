@@ -34,7 +34,7 @@ from specinfer.ops.cpu.choice import SUPPORT
 from specinfer.ops.cpu.recurrence import ConvolutionCall, RecurrenceCall
 from specinfer.ops.kv_types import NO_SCALES, KVScales
 from specinfer.ops.logits import Adjustments, Paths, Truncation
-from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.scan_order import ScanOrder
 from specinfer.ops.tree_layout import TreeLayout, num_words
 from specinfer.ops.trees import (
     DRAWN,

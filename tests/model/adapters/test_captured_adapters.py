@@ -28,7 +28,7 @@ def test_passes_with_adapters_have_fixed_sizes(
     model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each row with the adapter of its request, as in passes without padding, and as if it were alone."""
-    monkeypatch.setattr(low_rank, "library", lambda: None)
+    monkeypatch.setattr(low_rank, "packs", lambda _: False)
     monkeypatch.setattr(device_decoder, "has_few_rows_kernel", lambda *_: True)  # whose kernel knows no adapters
     base = model_folder("llama")
     loaded = load_model(base, torch.float32, CPU, native=False)

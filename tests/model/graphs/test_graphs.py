@@ -49,9 +49,9 @@ from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.recurrent.layers import kept_states, num_taps
 from specinfer.model.recurrent.scan import Scan
 from specinfer.model.runner import ModelRunner
-from specinfer.ops import layer_ops, tree_ops
+from specinfer.ops import kernels, layer_ops, tree_ops
 from specinfer.ops.cpu.recurrence import ConvolutionCall, RecurrenceCall
-from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.scan_order import ScanOrder
 from specinfer.ops.tree_layout import unpack_bits
 from specinfer.setup import assembly
 from tiny import (
@@ -516,8 +516,7 @@ def test_programs_run_with_the_kernels_of_gpus(
     runners = [_runner(loaded) for _ in range(2)]
     pieces = [_two_trees(runner) for runner in runners]
     wanted = runners[0].forward(pieces[0]).clone()
-    monkeypatch.setattr(tree_ops, "back_end", tree_ops.kernel)
-    monkeypatch.setattr(layer_ops, "runs_on", lambda _: True)
+    monkeypatch.setattr(kernels, "back_end", kernels.kernel)
     runs: list[Program] = []
     captured = Graphs.captured
 

@@ -16,7 +16,7 @@ from specinfer.engine.device.state import DeviceState
 from specinfer.model.recurrent.layers import num_taps
 from specinfer.model.recurrent.scan import PaddedScan
 from specinfer.model.runner import ModelRunner
-from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.scan_order import ScanOrder
 from specinfer.ops.trees import DeviceTrees
 
 

@@ -14,7 +14,7 @@ from specinfer.model.graphs.sizes import Size
 from specinfer.model.graphs.slot_table import Change, SlotTable
 from specinfer.model.recurrent.scan import PaddedScan, Scan
 from specinfer.ops import AdapterRows, AdapterSlots
-from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.scan_order import ScanOrder
 from specinfer.ops.tree_layout import WORD, TreeLayout, num_words
 
 _ALIGNMENT = 16  # bytes

@@ -24,7 +24,7 @@ from specinfer.model.layers.device import DeviceNorm, device_layers
 from specinfer.model.layers.families import kind_of
 from specinfer.model.layers.native import native_layers
 from specinfer.ops.cpu.draft import FeatureParts
-from specinfer.ops.plain_layer import sum_parts
+from specinfer.ops.layer_ops import sum_parts
 
 
 class Normed(NamedTuple):

@@ -29,8 +29,9 @@ from specinfer.ops.layer_ops import (
     gated_product,
     has_few_rows_kernel,
     rotate_and_store,
+    rotation_table,
+    sum_parts,
 )
-from specinfer.ops.plain_layer import rotation_table, sum_parts
 from specinfer.parallel.group import Group
 from specinfer.parallel.rank_sums import RankSums
 

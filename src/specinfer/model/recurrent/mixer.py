@@ -135,7 +135,12 @@ def convolve(batch: ForwardBatch, layer: int, call: ConvolutionCall, paths: Tens
     """
     stored = batch.store.keys[layer]
     paths = batch.scan.paths(call.num_taps) if paths is None else paths
-    return call(stored, paths) if batch.uses_native else layer_ops.convolve(stored, paths, call)
+    return call(stored, paths) if _is_native(batch) else layer_ops.convolve(stored, paths, call)
+
+
+def _is_native(batch: ForwardBatch) -> bool:
+    """Return whether native code computes recurrences: on a CPU, in passes without padding."""
+    return batch.slots.device.type == "cpu" and isinstance(batch.scan, Scan)
 
 
 def _pool(mixer: Mixer, batch: ForwardBatch) -> Tensor | None:
@@ -147,7 +152,7 @@ def _recur(
 ) -> Tensor:
     """Run a recurrence, and store the states that are wanted."""
     scan = batch.scan
-    if batch.uses_native:
+    if _is_native(batch):
         assert isinstance(scan, Scan)
         result = call(scan.native, mixed, stored, pool)
     else:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specinfer.model.recurrent.states import NO_ROW, Ints, RecurrentStates
 from specinfer.ops.cpu.recurrence import NativeScan
-from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.scan_order import ScanOrder
 
 
 class Part(Protocol):

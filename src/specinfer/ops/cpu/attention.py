@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.ops.cpu.library import call, library
+from specinfer.ops.cpu.library import call
 from specinfer.ops.cpu.panels import FP8, TYPES
 from specinfer.ops.cpu.recurrence import NativeScan
 from specinfer.ops.kv_types import NO_SCALES, KVScales
@@ -173,4 +173,4 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def attends(keys: Tensor, values: Tensor) -> bool:
     """Return whether native attention supports this cache."""
     alike = keys.dtype == values.dtype and keys.shape == values.shape
-    return library() is not None and alike and keys.dtype in _TYPES and keys.shape[2] <= MAX_DIM
+    return alike and keys.dtype in _TYPES and keys.shape[2] <= MAX_DIM

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specinfer.ops.cpu.library import library
 from specinfer.ops.cpu.linear_call import ANY_ROWS, LinearCall
 from specinfer.ops.cpu.panels import TYPES, Panels, has_dots
 
@@ -86,7 +85,7 @@ def packs(weight: Tensor) -> bool:
 
 def packs_type(dtype: torch.dtype) -> bool:
     """Return whether layers of this type run faster packed on a CPU."""
-    return library() is not None and dtype in TYPES and choose(dtype).max_rows > 0
+    return dtype in TYPES and choose(dtype).max_rows > 0
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.ops.cpu.library import call, library
+from specinfer.ops.cpu.library import call
 from specinfer.ops.cpu.panels import TYPES
 from specinfer.ops.scales import WIDTH
 
@@ -32,6 +32,11 @@ class _Runs(ctypes.Structure):
     )
 
 
+def packs(tensor: Tensor) -> bool:
+    """Return whether native code adds to what this tensor is computed with."""
+    return tensor.device.type == "cpu"
+
+
 @dataclass(frozen=True, slots=True)
 class LowRank:
     """The matrices of one adapter for one linear layer, which adds `up @ (down @ x)`.
@@ -47,7 +52,7 @@ class LowRank:
     @classmethod
     def of(cls, down: Tensor, up: Tensor) -> "LowRank":
         """Return the addition of `up` [outputs, rank] times `down` [rank, inputs], both float32 or bfloat16."""
-        if down.device.type != "cpu" or library() is None:
+        if not packs(down):
             return cls(down, up)
         padding = -len(down) % _RANKS
         down = functional.pad(down, (0, 0, 0, padding)).contiguous()
@@ -116,7 +121,7 @@ class AdapterRuns:
 
         With native kernels, a row's result does not depend on the other rows.
         """
-        if y.device.type == "cpu" and library() is not None:
+        if packs(y):
             target = y if y.dtype == torch.float32 and y.is_contiguous() else y.float().contiguous()
             sizes, addresses = (number, x.shape[1], y.shape[1]), (target.data_ptr(), self.address)
             inputs = x.float().contiguous()

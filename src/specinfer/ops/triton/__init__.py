@@ -11,14 +11,11 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, wraps
-from importlib import import_module
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CalledProcessError
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +24,6 @@ from specinfer.core.errors import first_line
 from specinfer.core.files import cache_folder
 
 logger = logging.getLogger(__name__)
-F = TypeVar("F", bound=Callable[..., object])
 _LOCK = threading.Lock()
 _temporary: list[Path] = []  # the folder, once it is needed
 
@@ -56,7 +52,7 @@ def why_not_on(device: torch.device) -> str | None:
     Triton needs a C compiler and Python's headers, and does not support every GPU.
     """
     if find_spec("triton") is None:
-        logger.warning("Triton is not installed: kernels run as PyTorch has them; pip install specinfer[gpu]")
+        logger.warning("Triton is not installed: models run as transformers has them; pip install specinfer[gpu]")
         return "it is not installed; pip install specinfer[gpu]"
     try:
         _choose_cache()
@@ -73,7 +69,7 @@ def why_not_on(device: torch.device) -> str | None:
         logger.debug("a kernel could not be run", exc_info=True)
         reason = first_line(error)
     if reason is not None:
-        logger.warning("Triton cannot run on %s, kernels run as PyTorch has them: %s", device, reason)
+        logger.warning("Triton cannot run on %s, models run as transformers has them: %s", device, reason)
     return reason
 
 
@@ -106,21 +102,3 @@ def temporary_folder(place: Path, error: OSError) -> Path:
             _temporary.append(Path(tempfile.mkdtemp(prefix="specinfer-triton-")))
             atexit.register(shutil.rmtree, _temporary[0], ignore_errors=True)
         return _temporary[0]
-
-
-def by_device(is_used: Callable[[Any], bool], plain: F, module: str) -> F:
-    """Return a function that runs a Triton kernel, or `plain` where kernels do not support the first argument.
-
-    Args:
-        is_used: Function that decides, such as `runs_on`.
-        module: Module in this folder whose function has the name of `plain`, and the same arguments.
-    """
-
-    @wraps(plain)
-    def run(first: Tensor, *args: Any, **kwargs: Any) -> object:
-        kernel = plain
-        if is_used(first):
-            kernel = getattr(import_module(f"{__name__}.{module}"), plain.__name__)
-        return kernel(first, *args, **kwargs)
-
-    return cast(F, run)

@@ -110,9 +110,14 @@ def divide(num_rows: int, outputs: int, inputs: int, num_cores: int) -> Division
 def few_rows_product(
     rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, division: Division | None = None
 ) -> Tensor:
-    """Compute `plain_layer.few_rows_product`, for at most `MAX_ROWS` rows.
+    """Return the product of a linear layer: [rows, outputs], or float32 [parts, rows, outputs] to be added up.
+
+    There are at most `MAX_ROWS` rows.
 
     Args:
+        rows: [rows, inputs], contiguous.
+        weight: [outputs, inputs] of the same type.
+        bias: [outputs].
         division: How to divide the work, or None for `divide` on this device.
     """
     division = division or _division_of(rows, weight)
@@ -125,7 +130,7 @@ def few_rows_product(
 def gated_product(
     rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, division: Division | None = None
 ) -> Tensor:
-    """Compute `plain_layer.gated_product`, for at most `MAX_ROWS` rows; inputs are not split."""
+    """Return [rows, width] `gate` of the product with `weight` [2 * width, inputs], whose inputs are not split."""
     division = (division or _division_of(rows, weight))._replace(parts=1)
     return _launched(rows, weight, bias, rows.new_empty(len(rows), len(weight) // 2), division, is_gated=True)
 

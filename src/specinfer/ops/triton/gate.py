@@ -30,7 +30,11 @@ def gate_program(gated, out, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 
 
 def gate(gated: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute `plain_layer.gate`."""
+    """Return [tokens, width] silu(gates) * values (SwiGLU, arXiv 2002.05202).
+
+    Args:
+        gated: [tokens, 2 * width] gates, then values; contiguous.
+    """
     assert gated.is_contiguous()
     tokens, width = gated.shape[0], gated.shape[1] // 2
     result = gated.new_empty(tokens, width) if out is None else out

@@ -57,9 +57,11 @@ def up_program(
 
 
 def add_low_rank(y: Tensor, x: Tensor, lora_indices: Tensor, places: Tensor, max_rank: int) -> None:
-    """Compute `plain_layer.add_low_rank`.
+    """Add to `y` [rows, outputs] in place what the adapter of each row adds to a linear layer (arXiv 2106.09685).
 
     Args:
+        x: [rows, inputs].
+        lora_indices: [rows] int32 slot of the row's adapter.
         places: [3, slots] int64 of each slot: addresses of its adapter's matrices [rank, inputs] and [outputs, rank],
             contiguous and of the type of `y`, and its rank, or 0 for none.
         max_rank: Largest rank that a slot's adapter may ever have.

@@ -41,7 +41,14 @@ def add_norm_program(
 
 
 def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Compute `plain_layer.add_norm`."""
+    """Add `added` to `hidden` in place, and return the RMS norm (arXiv 1910.07467) of the sum, [tokens, width].
+
+    Args:
+        hidden: [tokens, width] residual stream, contiguous, modified in place.
+        added: Tensor of the same shape and type, its parts as `few_rows_product` returns them, or None to add nothing.
+        weight: [width].
+        out: [tokens, width] of contiguous rows, which may be parts of longer ones, or None for a new tensor.
+    """
     assert hidden.is_contiguous()
     assert added is None or added.is_contiguous()
     tokens, width = hidden.shape

@@ -193,9 +193,12 @@ def product(
     parts: int | None = None,
     has_float8: bool | None = None,
 ) -> Tensor:
-    """Compute `plain_layer.product`.
+    """Return [rows, outputs] products with quantized weights, summed in float32, plus the bias, in the type of `rows`.
 
     Args:
+        rows: [rows, inputs] float32, bfloat16 or float16, contiguous.
+        weight: Weights, of 4 bits packed, of 5 and 6 bits with one code in a byte.
+        bias: [outputs].
         parts: Number of parts that inputs are split into, or None for `num_parts`.
         has_float8: Whether the device has instructions for e4m3, or None to detect it.
     """
@@ -248,7 +251,15 @@ def routed_product(
     *,
     has_float8: bool | None = None,
 ) -> Tensor:
-    """Compute `plain_layer.routed_product`; `has_float8` as for `product`."""
+    """Return [pairs, outputs] products with the weights of each pair's expert, and zeros for pairs without one.
+
+    Args:
+        rows: [pairs / each, inputs], contiguous.
+        weight: The weights of all experts, one after the other, as for `product`.
+        each: Number of neighbouring pairs that a row belongs to.
+        bias: [experts * outputs].
+        has_float8: As for `product`.
+    """
     assert rows.is_contiguous()
     row_bytes, inputs = weight.codes.shape[1], rows.shape[1]
     outputs = weight.out_features // routes.num_experts
@@ -280,7 +291,7 @@ def _sizes(dtype: torch.dtype, block: int) -> tuple[int, int]:
 def product_of_many(
     rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Compute `plain_layer.product` for some outputs at a time, with weights widened once for all rows."""
+    """Compute `product` for some outputs at a time, with weights widened once for all rows."""
     outputs, inputs = weight.out_features, rows.shape[1]
     together = max(1, _AT_ONCE // inputs)
     result = rows.new_empty(len(rows), outputs) if out is None else out

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specinfer.ops.cpu.recurrence import DECAYS, ConvolutionCall, RecurrenceCall
-from specinfer.ops.plain_recurrence import ScanOrder
+from specinfer.ops.scan_order import ScanOrder
 
 _CHANNELS = 512  # of a program of a convolution
 _NUMBERS = 1024  # of a state, in a program: at most 32 registers of each thread of a warp
@@ -153,7 +153,14 @@ def recur_program(
 
 
 def convolve(inputs: Tensor, paths: Tensor, call: ConvolutionCall) -> Tensor:
-    """Compute `plain_recurrence.convolve`."""
+    """Return the [tokens, channels] float32 results of a convolution with one filter for each channel.
+
+    They are rounded to the type of the inputs.
+
+    Args:
+        inputs: [slots, 1, channels] inputs by slot.
+        paths: [tokens, taps] slots of the last tokens on each token's path, itself last; -1 before the first.
+    """
     taps, channels = call.weight.shape
     assert inputs.shape[1:] == (1, channels)
     assert inputs.is_contiguous()
@@ -172,7 +179,13 @@ def convolve(inputs: Tensor, paths: Tensor, call: ConvolutionCall) -> Tensor:
 
 
 def recur(mixed: Tensor, call: RecurrenceCall, order: ScanOrder, stored: Tensor, pool: Tensor | None) -> Tensor:
-    """Compute `plain_recurrence.recur`; a row of the pool that a request reads is written for no other request."""
+    """Return [results, heads, value_dim] float32, and write states; a row that a request reads is written for no other.
+
+    Args:
+        mixed: [tokens, channels] float32 queries, keys and values, in the order of the scan.
+        stored: [slots, 1, width] steps before activation; see `RecurrenceCall`.
+        pool: [rows, heads, key_dim, value_dim] float32 states, or None for none.
+    """
     sizes, pool = call.sizes, pool if pool is not None and len(pool) else None
     heads, keys, values = sizes.num_heads, sizes.key_dim, sizes.value_dim
     block_k = triton.next_power_of_2(keys)

@@ -73,7 +73,20 @@ def rotate_and_store(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute `plain_layer.rotate_and_store`."""
+    """Return [tokens, heads, dim] rotated queries, and store rotated keys and values in their slots.
+
+    Args:
+        qkv: [tokens, (heads + 2 * kv_heads) * dim] queries, keys and values, contiguous, or their parts as
+            `few_rows_product` returns them.
+        positions: [tokens].
+        rotations: [positions, dim], see `rotation_table`.
+        slots: [tokens] slots for keys and values; rows with a slot below 0 are skipped.
+        keys: [slots, kv_heads, dim], written to.
+        values: [slots, kv_heads, dim], written to.
+        norms: [dim] each, weights of the RMS norms of each head of queries and keys before rotation, or None.
+        scales: What keys and values are stored as multiples of, in 8 bits.
+        dtype: Type of the queries and of summed parts, or None for that of `qkv`.
+    """
     kv_heads, dim = keys.shape[1:]
     parts = 1 if qkv.dim() == 2 else len(qkv)
     tokens, heads = qkv.shape[-2], qkv.shape[-1] // dim - 2 * kv_heads

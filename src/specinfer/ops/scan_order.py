@@ -1,0 +1,87 @@
+"""The order in which recurrences on GPUs compute the tokens of a pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specinfer.ops.cpu.transfers import send_together
+
+_Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ScanOrder:
+    """The tokens of a pass in the order of a recurrence, one request after the other; all tensors are int64.
+
+    A state is that of the token before, or of another one that was put in a place:
+
+        parents  -1 0 0 1 2        a ─ b ─ d
+        origins  -1 -1 0 1 2         └ c ─ e     of a, b, c, d, e
+        places    0  1 2 -1 -1
+
+    Attributes:
+        num_results: Number of results.
+        num_places: Number of states that are put down.
+    """
+
+    num_results: int
+    num_places: int
+    starts: Tensor  # [requests] first token of each request
+    ends: Tensor  # [requests] the token after its last one
+    first_rows: Tensor  # [requests] rows of the pool with the first states; -1: zeros
+    first_places: Tensor  # [requests] places of the first states; -1: none
+    slots: Tensor  # [tokens]
+    origins: Tensor  # [tokens] places of the states before them; -1: that of the token before, or the first state
+    places: Tensor  # [tokens] places of the states after them; -1: none
+    rows: Tensor  # [tokens] rows of the pool for the states after them; -1: none
+    results: Tensor  # [tokens] rows of their results; -1: none
+
+    @classmethod
+    def of(
+        cls,
+        slots: _Integers,
+        parents: Sequence[_Integers],
+        first_rows: Sequence[int],
+        rows: _Integers,
+        results: _Integers,
+        num_results: int,
+        device: torch.device,
+    ) -> Self:
+        """Return the order of the same tokens as a `NativeScan`, sent to the device in one copy."""
+        arrays, num_places = cls.arrays_of(slots, parents, first_rows, rows, results)
+        return cls(num_results, num_places, *send_together(list(arrays.values()), device))
+
+    @staticmethod
+    def arrays_of(
+        slots: _Integers, parents: Sequence[_Integers], first_rows: Sequence[int], rows: _Integers, results: _Integers
+    ) -> tuple[dict[str, _Integers], int]:
+        """Return the tensors' contents by name, and the number of places."""
+        origins, places, first_places, num_places = [], [], [], 0
+        for one in parents:
+            origin, place, first, count = _places(one)
+            origins.append(np.where(origin < 0, -1, origin + num_places))
+            places.append(np.where(place < 0, -1, place + num_places))
+            first_places.append(first + num_places if first >= 0 else -1)
+            num_places += count
+        starts = np.cumsum([0, *map(len, parents)])
+        arrays = {
+            "starts": starts[:-1], "ends": starts[1:], "first_rows": first_rows, "first_places": first_places,
+            "slots": slots, "origins": np.concatenate(origins), "places": np.concatenate(places), "rows": rows,
+            "results": results,
+        }  # fmt: skip
+        return {name: np.asarray(values, dtype=np.int64) for name, values in arrays.items()}, num_places
+
+
+def _places(parents: _Integers) -> tuple[_Integers, _Integers, int, int]:
+    """Return origins, places, the first state's place or -1, and the number of places, of one request."""
+    count = len(parents)
+    follows = parents == np.arange(-1, count - 1)
+    needed = np.unique(parents[~follows])  # -1 is the first state
+    own = np.full(count + 1, -1)
+    own[needed + 1] = np.arange(len(needed))
+    return np.where(follows, -1, own[parents + 1]), own[1:], int(own[0]), len(needed)
