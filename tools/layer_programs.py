@@ -159,7 +159,7 @@ def _product(
 def _routed_product(kind: str, tokens: int, has_float8: bool) -> Callable[[], object]:
     inputs, outputs, experts, chosen = 2048, 1536, 128, 8
     x, weight = _empty(tokens, inputs, dtype=torch.bfloat16), _weight(kind, experts * outputs, inputs)
-    routes = Routes.of(_empty(tokens, chosen, dtype=torch.int64), experts, torch.bfloat16)
+    routes = Routes.from_experts(_empty(tokens, chosen, dtype=torch.int64), experts, torch.bfloat16)
     return partial(products.routed_product, x, weight, routes, chosen, has_float8=has_float8)
 
 

@@ -50,7 +50,7 @@ def report(folders: tuple[str, str]) -> LatencyReport:
 
 def test_a_pass_reads_its_weights_and_every_token_before_it(tmp_path: Path) -> None:
     """Of a Llama with 2 layers of 4 heads, 2 of them for keys and values, of 8 dimensions, in float32."""
-    work = PassWork.of(load_model(save_model(tmp_path / "model"), "float32", CPU, native=False))
+    work = PassWork.from_loaded(load_model(save_model(tmp_path / "model"), "float32", CPU, native=False))
     assert work is not None
     hidden, mlp = 32, 48
     layer = hidden * 32 * 2 + hidden * 16 * 2 + 3 * hidden * mlp
@@ -67,14 +67,19 @@ def test_a_pass_reads_its_weights_and_every_token_before_it(tmp_path: Path) -> N
 
 def test_a_tied_embedding_is_read_as_the_head(tmp_path: Path) -> None:
     apart, tied = (
-        PassWork.of(load_model(save_model(tmp_path / name, tie_word_embeddings=ties), "float32", CPU, native=False))
+        PassWork.from_loaded(
+            load_model(save_model(tmp_path / name, tie_word_embeddings=ties), "float32", CPU, native=False)
+        )
         for name, ties in (("apart", False), ("tied", True))
     )
     assert apart == tied
 
 
 def test_experts_have_no_floor(tmp_path: Path) -> None:
-    assert PassWork.of(load_model(save_model(tmp_path / "model", "mixtral"), "float32", CPU, native=False)) is None
+    assert (
+        PassWork.from_loaded(load_model(save_model(tmp_path / "model", "mixtral"), "float32", CPU, native=False))
+        is None
+    )
 
 
 def test_floors_of_a_step(folders: tuple[str, str]) -> None:
@@ -82,7 +87,7 @@ def test_floors_of_a_step(folders: tuple[str, str]) -> None:
     with LLM(target, drafters=[drafter, "ngram"], tree="1", device="cpu") as llm:
         roofline = Roofline(llm, SLOW)
         step = StepRecord(2, 10, 8, 4, 3, 0, 0.0, 0.0, 0.0, num_model_levels=4, num_context=30)
-        work = PassWork.of(llm.target.loaded)
+        work = PassWork.from_loaded(llm.target.loaded)
         assert work is not None
         floors = roofline.floors(step)
         assert floors["target"] == SLOW.seconds(*work.of_step(10, 30, 2))

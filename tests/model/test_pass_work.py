@@ -16,7 +16,7 @@ HEADS, DIM, BYTES = 4, 8, 4  # of the tiny models in float32; two heads of keys 
 def test_only_layers_with_attention_to_all_tokens_read_those_before(
     family: str, attending: int, runner_of: Callable[..., ModelRunner]
 ) -> None:
-    work = PassWork.of(runner_of(family).loaded)
+    work = PassWork.from_loaded(runner_of(family).loaded)
     assert work is not None
     assert work.token_bytes == attending * 2 * 2 * DIM * BYTES
     assert work.pair_flops == attending * 2 * HEADS * 2 * DIM

@@ -212,7 +212,7 @@ def test_native_products(
     """Equal to the plain ones but for how groups are added up, and the same for each row alone."""
     x, weight = _random((rows, depth), seed), quantize(_random((size, depth), seed + 1), bits)
     bias = _random((size,), seed + 2) if biased else None
-    panels = Panels.of_codes(weight, bias)
+    panels = Panels.from_codes(weight, bias)
     assert torch.equal(panels.unpack(), weight.codes)
     assert torch.equal(panels.unpack_codes().scales, weight.scales)
     call = LinearCall(panels, dots=dots)
@@ -226,7 +226,7 @@ def test_native_products(
 def test_native_products_of_what_is_not_finite_or_nought(isa: str, bits: Bits) -> None:
     x, weight = _random((6, 100), 0), quantize(_random((30, 100), 1), bits)
     for dots in (True, False):
-        call = LinearCall(Panels.of_codes(weight), dots=dots)
+        call = LinearCall(Panels.from_codes(weight), dots=dots)
         y, wrong = call(x), x.clone()
         wrong[1, 99], wrong[2, 0], wrong[4, 50] = torch.nan, torch.inf, -torch.inf
         found = call(wrong)
@@ -243,7 +243,7 @@ def test_native_products_of_what_is_not_finite_or_nought(isa: str, bits: Bits) -
 def test_a_layer_and_its_replacement(bits: Bits, dtype: torch.dtype, native: bool) -> None:
     for bias in (True, False):
         layer = nn.Linear(100, 37, bias=bias, dtype=dtype).requires_grad_(False)
-        twin = QuantizedLinear.of(layer, bits, native=native)
+        twin = QuantizedLinear.from_linear(layer, bits, native=native)
         assert (twin.in_features, twin.out_features, twin.bias) == (100, 37, layer.bias)
         whole = quantize(layer.weight, bits)
         assert torch.equal(twin.quantized.codes, whole.codes)

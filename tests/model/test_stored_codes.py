@@ -122,7 +122,7 @@ def test_native_products_of_fp8_are_those_of_its_numbers(isa: str) -> None:
     assert torch.equal(dequantize(weight), numbers)
     bias = torch.randn(70, generator=torch.Generator().manual_seed(1))
     for dots in (True, False):
-        call = LinearCall(Panels.of_codes(weight, bias), dots=dots)
+        call = LinearCall(Panels.from_codes(weight, bias), dots=dots)
         for rows in (1, 5, 40):
             x = torch.randn((rows, 300), generator=torch.Generator().manual_seed(rows))
             seen = x.bfloat16().float() if dots and has_dots(TYPES[torch.bfloat16]) else x
@@ -132,7 +132,7 @@ def test_native_products_of_fp8_are_those_of_its_numbers(isa: str) -> None:
             for row in range(rows):
                 assert torch.equal(call(x[row : row + 1])[0], call(x)[row])
     assert torch.equal(call.rows(torch.tensor([69, 0, 32])), numbers[[69, 0, 32]])
-    assert torch.equal(dequantize(Panels.of_codes(weight).unpack_codes()), numbers)
+    assert torch.equal(dequantize(Panels.from_codes(weight).unpack_codes()), numbers)
     assert torch.equal(dequantize(weight.of_inputs(range(128, 300))), numbers[:, 128:])
 
 
@@ -141,7 +141,7 @@ def test_parts_of_many_inputs_in_fp8_are_whole_groups(isa: str) -> None:
     weight, numbers = of_fp8(40, 4224, 4224)
     x = torch.randn((40, 4224), generator=torch.Generator().manual_seed(0))
     for dots in (True, False):
-        call = LinearCall(Panels.of_codes(weight), dots=dots)
+        call = LinearCall(Panels.from_codes(weight), dots=dots)
         y = call(x)
         assert torch.equal(call(x[39:])[0], y[39])
         torch.testing.assert_close(y, x @ numbers.T, rtol=0.02, atol=1.0)
@@ -165,7 +165,7 @@ def test_native_products_are_the_plain_ones_and_a_row_does_not_depend_on_others(
         weight, numbers = of_nvfp4(70, 512) if name == "NVFP4" else with_zeros(int(name[0]))
     bias = torch.randn(70, generator=torch.Generator().manual_seed(1))
     for dots in (True, False):
-        call = LinearCall(Panels.of_codes(weight, bias), dots=dots)
+        call = LinearCall(Panels.from_codes(weight, bias), dots=dots)
         for rows in (1, 5, 40):
             x = torch.randn((rows, numbers.shape[1]), generator=torch.Generator().manual_seed(rows))
             y, wanted = call(x), linear(x, weight, bias)
@@ -176,7 +176,7 @@ def test_native_products_are_the_plain_ones_and_a_row_does_not_depend_on_others(
             for row in range(rows):
                 assert torch.equal(call(x[row : row + 1])[0], y[row])
     assert torch.equal(call.rows(torch.tensor([69, 0, 32])), numbers[[69, 0, 32]])
-    again = Panels.of_codes(weight).unpack_codes()
+    again = Panels.from_codes(weight).unpack_codes()
     assert torch.equal(dequantize(again), numbers)
 
 
@@ -184,15 +184,15 @@ def test_neighbours_of_several_types_are_one_call_with_adapters(isa: str) -> Non
     """As the projections of queries, keys and values are, whose values often have a type of their own."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((9, 512), generator=generator)
-    parts = [Panels.of_codes(weights(name, rows, 2, 0.01)[0]) for name, rows in (("Q4_K", 96), ("Q6_K", 32))]
-    parts.append(Panels.of(torch.randn((70, 512), generator=generator).bfloat16()))
+    parts = [Panels.from_codes(weights(name, rows, 2, 0.01)[0]) for name, rows in (("Q4_K", 96), ("Q6_K", 32))]
+    parts.append(Panels.from_weight(torch.randn((70, 512), generator=generator).bfloat16()))
     wanted = torch.cat([LinearCall(part)(x) for part in parts], dim=1)
     call = LinearCall(parts[0], following=LinearCall(parts[1], following=LinearCall(parts[2])))
     call.number = 1
     assert torch.equal(call(x), wanted)
     assert torch.equal(call(x, torch.ones(9, 198), Ending.ADD), wanted + 1)
     down, up = torch.randn((4, 512), generator=generator), torch.randn((198, 4), generator=generator)
-    runs = AdapterRuns.of([2, 7], [None, AdapterTable([None, LowRank.of(down, up)])])
+    runs = AdapterRuns.from_requests([2, 7], [None, AdapterTable([None, LowRank.from_matrices(down, up)])])
     wanted[2:] += x[2:] @ down.T @ up.T
     torch.testing.assert_close(call(x, runs=runs), wanted, rtol=1e-4, atol=1e-2)
 

@@ -78,7 +78,7 @@ def test_equal_to_the_product(
 ) -> None:
     x, weight = _random((rows, depth), seed=seed), _random((size, depth), dtype, seed + 1)
     bias = _random((size,), dtype, seed + 2) if biased else None
-    panels = Panels.of(weight, bias)
+    panels = Panels.from_weight(weight, bias)
     assert torch.equal(panels.unpack(), weight)
     call = LinearCall(panels, dots=dots)
     y = call(x)
@@ -114,10 +114,10 @@ def test_a_call_keeps_to_its_buffer(isa: str, kind: torch.dtype | int, dots: boo
     """Behind it lies somebody else's memory."""
     weight = _random((70, 131), torch.float32)
     if isinstance(kind, torch.dtype):
-        panels = Panels.of(weight.to(kind))
+        panels = Panels.from_weight(weight.to(kind))
     else:
         rounded = quantize(weight, 8 if kind == 8 else 4)
-        panels = Panels.of_codes(rounded)
+        panels = Panels.from_codes(rounded)
     call = LinearCall(panels, dots=dots)
     for rows in (1, 15, 40):
         x, result = _random((rows, 131)), torch.empty(rows, 70)
@@ -132,7 +132,7 @@ def test_a_call_keeps_to_its_buffer(isa: str, kind: torch.dtype | int, dots: boo
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_read_back(dtype: torch.dtype) -> None:
     weight, numbers = _random((70, 33), dtype), torch.tensor([69, 0, 31, 32, 32])
-    call = LinearCall(Panels.of(weight))
+    call = LinearCall(Panels.from_weight(weight))
     assert torch.equal(call.rows(numbers), weight[numbers].float())
     assert call.rows(numbers[:0]).shape == (0, 33)
 
@@ -148,7 +148,7 @@ def test_gates_open_values(isa: str, dtype: torch.dtype, biased: bool, activatio
         functional.linear(x, weight.float(), None if bias is None else bias.float()).view(9, 3, 2, 16).unbind(2)
     )
     wanted, ending = (ACT2FN[activation](gates) * values).flatten(1), GATES[activation]
-    panels = Panels.of(weight, bias)
+    panels = Panels.from_weight(weight, bias)
     for call in (LinearCall(panels), LinearCall(panels, dots=False), LinearCall(panels, max_rows=3)):
         torch.testing.assert_close(call(x, None, ending), wanted, rtol=2e-2, atol=5e-2)
         if dtype == torch.float32:
@@ -161,7 +161,7 @@ def test_gates_open_values(isa: str, dtype: torch.dtype, biased: bool, activatio
 def test_endings_of_many_rows_are_those_of_few(isa: str) -> None:
     """512 rows are computed at a time, then the others."""
     x = _random((600, 40))
-    call = LinearCall(Panels.of(_random((96, 40), torch.float32).div(6).bfloat16()))
+    call = LinearCall(Panels.from_weight(_random((96, 40), torch.float32).div(6).bfloat16()))
     for ending in (Ending.STORE, *GATES.values()):
         assert torch.equal(call(x, None, ending)[-3:], call(x[-3:], None, ending))
     added = call(x, torch.ones(600, 96), Ending.ADD)
@@ -172,7 +172,7 @@ def test_endings_of_many_rows_are_those_of_few(isa: str) -> None:
 @pytest.mark.parametrize("outputs", [31, 64, 150])
 def test_weights_are_unpacked_for_pytorch_in_turn(isa: str, dtype: torch.dtype, outputs: int) -> None:
     weight = _random((outputs, 41), dtype)
-    panels = Panels.of(weight)
+    panels = Panels.from_weight(weight)
     for num_bytes in (1, 64 * 41 * dtype.itemsize, 2**20):
         parts = [(first, part.clone()) for first, part in panels.unpack_in_turn(num_bytes)]
         assert len(parts) == {1: -(-outputs // 32), 2**20: 1}.get(num_bytes, -(-outputs // 64))
@@ -187,7 +187,7 @@ def test_float32_numbers_that_bfloat16_represents_are_multiplied_as_float32(
 ) -> None:
     """To the last bit; by PyTorch, too, for many rows."""
     x, weight = _random((rows, 41)), _random((96, 41), torch.bfloat16, 1)
-    narrow, wide = Panels.of(weight), Panels.of(weight.float())
+    narrow, wide = Panels.from_weight(weight), Panels.from_weight(weight.float())
     width = 48 if ending in GATES.values() else 96
     for options in ({}, {"max_rows": 0}):
         found = LinearCall(narrow, widens=True, **options)(x, torch.ones(rows, width), ending)
@@ -199,7 +199,7 @@ def test_extreme_gates(isa: str, activation: str) -> None:
     """The exponential has an end on both sides."""
     ends = [-1e15, -200.0, -88.5, -87.0, -10.0, -5.0, -1e-3, 0.0, 1e-3, 5.0, 10.0, 87.0, 200.0, 1e15, torch.nan]
     x = torch.tensor(ends).unsqueeze(1)
-    call = LinearCall(Panels.of(torch.ones(32, 1)))
+    call = LinearCall(Panels.from_weight(torch.ones(32, 1)))
     # In float32 PyTorch's own tanh leaves nothing of the small values on the negative side.
     wanted = (ACT2FN[activation](x.double()) * x).float().expand(-1, 16)
     atol = 1e-30 if activation == "silu" else 1e-13  # nor does float64 far out
@@ -212,11 +212,11 @@ def test_what_is_not_finite_shows(isa: str, dtype: torch.dtype, dots: bool) -> N
     """In its own row and nowhere else: the engine looks for NaN where it emits a token."""
     x, weight = _random((5, 40)), _random((50, 40), dtype, 1)
     x[1, 3], x[3, 0] = torch.nan, torch.inf
-    y = LinearCall(Panels.of(weight), dots=dots)(x)
+    y = LinearCall(Panels.from_weight(weight), dots=dots)(x)
     wanted = functional.linear(x.double(), weight.double())
     assert torch.equal(y.isnan(), wanted.isnan())
     assert torch.equal(y.isinf(), wanted.isinf())
-    clean = LinearCall(Panels.of(weight), dots=dots)(x[:1])
+    clean = LinearCall(Panels.from_weight(weight), dots=dots)(x[:1])
     assert torch.equal(clean[0], y[0])
 
 
@@ -225,7 +225,7 @@ def test_every_number_of_a_type(isa: str, dtype: torch.dtype) -> None:
     """All that 16 bits say, but infinities and NaN: weights are finite, as loading makes sure."""
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     numbers = numbers[numbers.isfinite()].unsqueeze(1)
-    y = LinearCall(Panels.of(numbers), dots=False)(torch.ones(1, 1))
+    y = LinearCall(Panels.from_weight(numbers), dots=False)(torch.ones(1, 1))
     assert torch.equal(y[0], numbers[:, 0].float())
 
 
@@ -236,7 +236,7 @@ def test_a_layer_in_one_call_is_its_parts(isa: str, activation: str, has_post_no
     """As they are called one by one where ranks add up in between."""
     width, heads, dim, opened = 40, 2, 8, 48
     shapes = ((4 * dim, width), (width, heads * dim), (2 * opened, width), (width, opened))
-    linears = [LinearCall(Panels.of(_random(shape, seed=i) / 5)) for i, shape in enumerate(shapes)]
+    linears = [LinearCall(Panels.from_weight(_random(shape, seed=i) / 5)) for i, shape in enumerate(shapes)]
     norms = [1 + _random((width,), seed=i) / 5 for i in range(4)]
     post_norms = (norms[2], norms[3]) if has_post_norms else (None, None)
     call = paired_call(tuple(linears), tuple(norms[:2]), 1e-6, post_norms=post_norms, gate=GATES[activation])

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 from reference import layers
 from specinfer.ops import float8, layer_ops, quantization
@@ -56,11 +57,16 @@ def test_adapters_add_to_their_rows_whatever_the_others_have(dtype: torch.dtype)
     places, lora_indices = torch.tensor(rows, device=DEVICE).T.contiguous(), lora_indices.to(DEVICE)
     found, wanted = y.clone(), y.clone()
     low_rank.add_low_rank(found, x, lora_indices, places, 24)
-    layers.add_low_rank(wanted, x, lora_indices, pairs)
-    near = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
     sizes = y.double().abs()
-    absolute = [None if pair is None else (pair[0].double().abs(), pair[1].double().abs()) for pair in pairs]
-    layers.add_low_rank(sizes, x.double().abs(), lora_indices, absolute)
+    for row, pair in enumerate([pairs[slot] for slot in lora_indices.tolist()]):
+        if pair is not None:
+            wanted[row] += functional.linear(functional.linear(x[row], pair[0]), pair[1])
+            down, up = (one.double().abs() for one in pair)
+            sizes[row] += functional.linear(functional.linear(x[row].double().abs(), down), up)
+    near = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
+    others = y.clone()
+    layers.add_low_rank(others, x, lora_indices, places, 24)
+    assert ((others.double() - wanted.double()).abs() <= near * sizes).all()
     assert ((found.double() - wanted.double()).abs() <= near * sizes).all()
     assert torch.equal(found[[1, 3]], y[[1, 3]])
     alone = y[2:3].clone()
@@ -243,7 +249,11 @@ def _layer(kind: str, outputs: int, inputs: int, biased: bool, seed: int) -> Any
     plain.weight.copy_(_random((outputs, inputs), seed) * 10 ** _random((outputs, 1), seed + 1))
     if biased:
         plain.bias.copy_(_random((outputs,), seed + 2))
-    return Float8Linear.of(plain) if kind == "fp8" else QuantizedLinear.of(plain, quantization.BITS[kind], native=False)
+    return (
+        Float8Linear.from_linear(plain)
+        if kind == "fp8"
+        else QuantizedLinear.from_linear(plain, quantization.BITS[kind], native=False)
+    )
 
 
 @settings(max_examples=40)
@@ -280,7 +290,7 @@ def test_weights_that_are_widened(kind: str, dtype: torch.dtype, monkeypatch: py
         assert torch.equal(found, layer.weight.to(dtype))
     x = _random((3, 1100), 1, dtype)
     whole = products.product_of_many(x, layer.stored)
-    _close(whole, quantization.widened_product(x, layer.stored))
+    _close(whole, quantization.widened_product(x, layer.stored, None))
     monkeypatch.setattr(products, "_AT_ONCE", 2500)
     out = torch.empty_like(whole)
     assert products.product_of_many(x, layer.stored, out=out) is out
@@ -382,7 +392,7 @@ def test_products_with_the_weights_of_the_experts_that_rows_are_routed_to(
     bias, numbers = _random((count * outputs,), 2, dtype), dequantize(weight).double().view(count, outputs, inputs)
     chosen = torch.randint(4, (tokens, 2), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     chosen[-1, 1] = count
-    routes = Routes.of(chosen, count, dtype)
+    routes = Routes.from_experts(chosen, count, dtype)
     x = _random((tokens, inputs), 4, dtype)
     near = {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
     for each, rows in ((2, x), (1, x.repeat_interleave(2, dim=0))):
@@ -402,7 +412,7 @@ def test_products_with_the_weights_of_the_experts_that_rows_are_routed_to(
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_routes_have_every_pair_once_in_a_block_of_its_expert(tokens: int, dtype: torch.dtype) -> None:
     chosen = torch.randint(9, (tokens, 3), generator=torch.Generator().manual_seed(tokens)).to(DEVICE)  # 8 for none
-    routes = Routes.of(chosen, 8, dtype)
+    routes = Routes.from_experts(chosen, 8, dtype)
     assert len(routes.pairs) == routes.size * len(routes.experts)
     own = routes.experts.repeat_interleave(routes.size)
     there = routes.pairs < routes.num_pairs

@@ -39,7 +39,7 @@ def _adapter(inputs: int, outputs: int, rank: int, seed: int) -> tuple[Tensor, T
 
 def _table(matrices: tuple[Tensor, Tensor] | None) -> AdapterTable:
     """An adapter of a model with three linear layers, whose last is changed."""
-    return AdapterTable([None, None, None if matrices is None else LowRank.of(*matrices)])
+    return AdapterTable([None, None, None if matrices is None else LowRank.from_matrices(*matrices)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,9 +64,9 @@ def test_each_row_gets_the_product_of_its_adapter(
     tables = [None if one is None else _table(one) for one in adapters]
     counts, rows = [count for count, _ in requests], sum(count for count, _ in requests)
     x, weight = _random(rows, inputs, seed=seed), _random(outputs, inputs, seed=seed + 1)
-    call = LinearCall(Panels.of(weight))
+    call = LinearCall(Panels.from_weight(weight))
     call.number = 2
-    plain, runs = call(x), AdapterRuns.of(counts, [tables[i] for _, i in requests])
+    plain, runs = call(x), AdapterRuns.from_requests(counts, [tables[i] for _, i in requests])
     y = call(x, runs=runs)
     start = 0
     for count, i in requests:
@@ -77,7 +77,7 @@ def test_each_row_gets_the_product_of_its_adapter(
             continue
         exact = x[part].double() @ (weight.double() + one[1].double() @ one[0].double()).T
         torch.testing.assert_close(y[part].double(), exact, rtol=1e-4, atol=1e-3)
-        alone = AdapterRuns.of([1], [tables[i]])
+        alone = AdapterRuns.from_requests([1], [tables[i]])
         assert torch.equal(call(x[part][:1].contiguous(), runs=alone)[0], y[part][0])
     if runs is not None:
         added = torch.zeros(rows, outputs)
@@ -92,11 +92,11 @@ def test_adapters_come_before_the_end_of_a_layer_of_any_type(isa: str, kind: tor
     down, up = _adapter(64, 96, 6, 3)
     if isinstance(kind, int):
         rounded = quantize(weight, 8 if kind == 8 else 4)
-        call = LinearCall(Panels.of_codes(rounded))
+        call = LinearCall(Panels.from_codes(rounded))
     else:
-        call = LinearCall(Panels.of(weight.to(kind)))
+        call = LinearCall(Panels.from_weight(weight.to(kind)))
     call.number = 2
-    runs = AdapterRuns.of([2, 3], [None, _table((down, up))])
+    runs = AdapterRuns.from_requests([2, 3], [None, _table((down, up))])
     before = torch.ones(5, 96 if ending == Ending.ADD else 48)
     y = call(x, before.clone(), ending, runs)
     sums = call(x)
@@ -114,16 +114,16 @@ def test_adapters_come_before_the_end_of_a_layer_of_any_type(isa: str, kind: tor
 
 
 def test_a_layer_that_no_adapter_changes_stays_as_it_is(isa: str) -> None:
-    call, x = LinearCall(Panels.of(_random(40, 30))), _random(4, 30, seed=1)
+    call, x = LinearCall(Panels.from_weight(_random(40, 30))), _random(4, 30, seed=1)
     call.number = 2
-    assert torch.equal(call(x, runs=AdapterRuns.of([4], [_table(None)])), call(x))
+    assert torch.equal(call(x, runs=AdapterRuns.from_requests([4], [_table(None)])), call(x))
 
 
 def test_where_pytorch_multiplies_many_rows_adapters_are_added_too(isa: str) -> None:
     down, up = _adapter(64, 96, 6, 3)
-    call, many = (LinearCall(Panels.of(_random(96, 64)), max_rows=most) for most in (100, 3))
+    call, many = (LinearCall(Panels.from_weight(_random(96, 64)), max_rows=most) for most in (100, 3))
     call.number = many.number = 2
-    x, runs = _random(9, 64, seed=2), AdapterRuns.of([4, 5], [_table((down, up)), None])
+    x, runs = _random(9, 64, seed=2), AdapterRuns.from_requests([4, 5], [_table((down, up)), None])
     torch.testing.assert_close(
         many(x, None, Ending.GATED, runs), call(x, None, Ending.GATED, runs), rtol=1e-3, atol=1e-3
     )

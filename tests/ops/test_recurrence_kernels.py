@@ -39,7 +39,7 @@ def _order(trees: Sequence[Sequence[int]], first_rows: Sequence[int], kept: dict
     rows = np.full(count, -1)
     rows[list(kept)] = list(kept.values())
     parents = [np.asarray(one, dtype=np.int64) for one in trees]
-    return ScanOrder.of(np.arange(count), parents, first_rows, rows, np.arange(count), count, DEVICE)
+    return ScanOrder.from_arrays(np.arange(count), parents, first_rows, rows, np.arange(count), count, DEVICE)
 
 
 def _there(layer: Layer) -> Layer:

@@ -30,7 +30,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def _linear(outputs: int, inputs: int, seed: int) -> LinearCall:
-    return LinearCall(Panels.of(numbers((outputs, inputs), seed) / 5))
+    return LinearCall(Panels.from_weight(numbers((outputs, inputs), seed) / 5))
 
 
 def _layer(mixed: int, results: int, recurrent: RecurrentParts | None = None) -> LayerCall:

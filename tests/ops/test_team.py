@@ -37,15 +37,15 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
 
 def linear(outputs: int, inputs: int, source: torch.Generator) -> LinearCall:
     weight = torch.randn((outputs, inputs), generator=source) / inputs**0.5
-    return LinearCall(Panels.of(weight.bfloat16()))
+    return LinearCall(Panels.from_weight(weight.bfloat16()))
 
 
 def pack(weight: Tensor, kind: torch.dtype | int) -> Panels:
     """In a type, or rounded to so many bits."""
     if not isinstance(kind, int):
-        return Panels.of(weight.to(kind))
+        return Panels.from_weight(weight.to(kind))
     rounded = quantize(weight, kind)
-    return Panels.of_codes(rounded)
+    return Panels.from_codes(rounded)
 
 
 def layer_pass(rows: int, context: int = 50) -> Tensor:

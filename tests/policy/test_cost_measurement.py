@@ -182,7 +182,7 @@ class SlowFirstRuns:
         self._seen: set[tuple[str, Size | None]] = set()
 
     def run(self, model: str, seconds: float, pieces: Sequence[Piece]) -> Tensor:
-        size, rows = Size.of(pieces), sum(piece.num_logits for piece in pieces)
+        size, rows = Size.from_pieces(pieces), sum(piece.num_logits for piece in pieces)
         if (model, size.padded()) not in self._seen:
             self._seen.add((model, size.padded()))
             self.now += self._capture

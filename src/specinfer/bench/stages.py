@@ -28,9 +28,9 @@ class Roofline:
 
     def __init__(self, llm: LLM, ceilings: Ceilings) -> None:
         loaded = llm.target.loaded
-        drafters = [PassWork.of(small.loaded) for small in llm.small_models.values()]
+        drafters = [PassWork.from_loaded(small.loaded) for small in llm.small_models.values()]
         self.ceilings = ceilings
-        self._target = PassWork.of(loaded)
+        self._target = PassWork.from_loaded(loaded)
         self._drafters = [work for work in drafters if work is not None]
         self._knows_drafters = len(drafters) == len(self._drafters)
         self._logit_bytes = loaded.vocab_size * loaded.dtype.itemsize

@@ -221,7 +221,7 @@ def runs_of(pieces: Sequence[Piece]) -> AdapterRuns | None:
     """Return the rows of packed pieces that have adapters, or None if there are none."""
     if all(piece.adapter is None for piece in pieces):
         return None
-    return AdapterRuns.of([len(piece.tokens) for piece in pieces], [piece.adapter for piece in pieces])
+    return AdapterRuns.from_requests([len(piece.tokens) for piece in pieces], [piece.adapter for piece in pieces])
 
 
 def _group(

@@ -91,7 +91,7 @@ def check_gpu(device: torch.device) -> torch.device:
         The device with its number: "cuda" alone is the current GPU of whatever thread uses it.
 
     Raises:
-        ValueError: It does not. Without this check loading would fail amid the weights.
+        ValueError: It does not. Without this check loading would fail while weights are read.
     """
     if device.type != "cuda":
         return device

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specinfer.model.cut import Cut
 from specinfer.model.layers.packing import together
 from specinfer.model.offload.checkpoint import Checkpoint
-from specinfer.model.offload.meta_weights import MetaWeight, origin_of
+from specinfer.model.offload.meta_weights import Cut, MetaWeight, origin_of
 from specinfer.model.quantized_experts import (
     Expert,
     QuantizedExperts,
@@ -76,7 +75,7 @@ class _Reader:
         if checkpoint.has_codes(name, cut):
             return self._codes(name, cut, None)
         source = checkpoint.shards.sources[name]
-        whole = MetaWeight.of(name, source.shape, source.dtype)
+        whole = MetaWeight.from_source(name, source.shape, source.dtype)
         part = whole if cut is None else whole.part(cut)
         return checkpoint.read(name, part) if self.is_read(name) else part
 
@@ -95,7 +94,9 @@ class _Reader:
 
 
 def _call(weight: Weight, bias: Tensor | None = None) -> LinearCall:
-    return LinearCall(Panels.of(weight, bias) if isinstance(weight, Tensor) else Panels.of_codes(weight, bias))
+    return LinearCall(
+        Panels.from_weight(weight, bias) if isinstance(weight, Tensor) else Panels.from_codes(weight, bias)
+    )
 
 
 def _of_matrices(name: str, experts: Any, read: _Reader) -> Iterator[list[Weight]]:

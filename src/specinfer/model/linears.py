@@ -21,9 +21,9 @@ ROUTER = re.compile(r"(^|\.)(gate|\w*expert_gate|\w*router\w*)(\.|$)")
 logger = logging.getLogger(__name__)
 # The function that quantizes a layer, by names of `config.QUANTIZATIONS`; `native` allows native kernels.
 QUANTIZE: dict[str, Callable[[nn.Linear, bool], nn.Module]] = {
-    "int8": lambda layer, native: QuantizedLinear.of(layer, 8, native=native),
-    "int4": lambda layer, native: QuantizedLinear.of(layer, 4, native=native),
-    "fp8": lambda layer, _native: Float8Linear.of(layer),
+    "int8": lambda layer, native: QuantizedLinear.from_linear(layer, 8, native=native),
+    "int4": lambda layer, native: QuantizedLinear.from_linear(layer, 4, native=native),
+    "fp8": lambda layer, _native: Float8Linear.from_linear(layer),
 }
 
 

@@ -20,7 +20,6 @@ from specinfer.core.errors import ModelError, first_line
 from specinfer.core.progress import ProgressCallback
 from specinfer.model.attention import register
 from specinfer.model.context_length import fit_to_length, max_position_of
-from specinfer.model.cut import LinearCut
 from specinfer.model.definition import check_architecture, load_config
 from specinfer.model.device import check_gpu, warn_of_slow_type
 from specinfer.model.folder import sampling_defaults
@@ -32,6 +31,7 @@ from specinfer.model.layers.native import NativeLayers
 from specinfer.model.linears import cut_head, make_linears_plain, quantize_linears
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.budget import release_freed_memory
+from specinfer.model.offload.meta_weights import LinearCut
 from specinfer.model.offload.shards import with_scales
 from specinfer.model.offload.streamed_layer import LayerStream
 from specinfer.model.probe import probe

@@ -30,7 +30,7 @@ class PassWork:
     pair_flops: float
 
     @classmethod
-    def of(cls, loaded: LoadedModel) -> "PassWork | None":
+    def from_loaded(cls, loaded: LoadedModel) -> "PassWork | None":
         """Return the work of a model, or None if a pass streams weights or its weight reads depend on the rows.
 
         That of a head is not known either: a part of it belongs to the target.

@@ -130,7 +130,7 @@ def _rounded(weight: Tensor, bias: Tensor | None, bits: Bits, *, native: bool) -
     """Return the rounded layer of one matrix of a stack."""
     rounded = quantize(weight, bits)
     if native:
-        return LinearCall(Panels.of_codes(rounded, bias))
+        return LinearCall(Panels.from_codes(rounded, bias))
     given = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
     return QuantizedLinear(rounded, given, weight.dtype, native=False)
 
@@ -173,7 +173,7 @@ class RoutedExperts(nn.Module):
 
         Args: as for `QuantizedExperts`.
         """
-        routes = Routes.of(top_k_index, self.num_experts, hidden_states.dtype)
+        routes = Routes.from_experts(top_k_index, self.num_experts, hidden_states.dtype)
         x, each = hidden_states.contiguous(), top_k_index.shape[1]
         *first, down = self.linears
         values = [_product(one, x, routes, each) for one in first]

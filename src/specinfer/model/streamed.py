@@ -10,7 +10,6 @@ from torch import nn
 
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
-from specinfer.model.cut import Cut
 from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.layers.native import NativeLayer
 from specinfer.model.linears import make_linears_plain, quantize_linears
@@ -20,7 +19,7 @@ from specinfer.model.offload.buffer_layout import BufferLayout, ConvertedLayer, 
 from specinfer.model.offload.checkpoint import Checkpoint, needs_copy
 from specinfer.model.offload.copy import open_copy
 from specinfer.model.offload.device_stream import DeviceStream
-from specinfer.model.offload.meta_weights import origin_of
+from specinfer.model.offload.meta_weights import Cut, origin_of
 from specinfer.model.offload.shards import Source, parts_of
 from specinfer.model.offload.stream import Stream
 from specinfer.model.offload.streamed_layer import LayerStream, StreamedLayer

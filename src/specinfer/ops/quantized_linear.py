@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Module):
         self.call: LinearCall | None = None
         self.group = weight.group
         if native and weight.codes.device.type in ("cpu", "meta"):
-            self.call = LinearCall(Panels.of_codes(weight, bias))
+            self.call = LinearCall(Panels.from_codes(weight, bias))
         packed = None if self.call is not None else weight.packed()
         for name in _TENSORS:
             self.register_buffer(name, None if packed is None else getattr(packed, name), persistent=False)
@@ -51,7 +51,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("inputs", weight.inputs, persistent=False)
 
     @classmethod
-    def of(cls, layer: nn.Linear, bits: Bits, *, native: bool = True) -> Self:
+    def from_linear(cls, layer: nn.Linear, bits: Bits, *, native: bool = True) -> Self:
         """Return the quantized version of a layer."""
         weight = quantization.quantize(layer.weight.detach(), bits)
         return cls(weight, layer.bias, layer.weight.dtype, native=native)
@@ -165,7 +165,7 @@ class Float8Linear(nn.Module):
         self.register_buffer("scales", weight.scales, persistent=False)
 
     @classmethod
-    def of(cls, layer: nn.Linear) -> Self:
+    def from_linear(cls, layer: nn.Linear) -> Self:
         """Return the quantized version of a layer."""
         return cls(float8.quantize(layer.weight.detach()), layer.bias, layer.weight.dtype)
 

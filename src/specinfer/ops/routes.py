@@ -28,7 +28,7 @@ class Routes:
     num_experts: int
 
     @classmethod
-    def of(cls, experts: Tensor, num_experts: int, dtype: torch.dtype) -> "Routes":
+    def from_experts(cls, experts: Tensor, num_experts: int, dtype: torch.dtype) -> "Routes":
         """Return the routes of tokens.
 
         Args:

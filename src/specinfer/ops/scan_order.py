@@ -42,7 +42,7 @@ class ScanOrder:
     results: Tensor  # [tokens] rows of their results; -1: none
 
     @classmethod
-    def of(
+    def from_arrays(
         cls,
         slots: _Integers,
         parents: Sequence[_Integers],

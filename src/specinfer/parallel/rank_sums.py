@@ -1,4 +1,4 @@
-"""Sums over ranks amid a captured pass: a graph ends before each, and another begins after it."""
+"""Sums over ranks within a captured pass: a graph ends before each, and another begins after it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

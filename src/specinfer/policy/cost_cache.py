@@ -51,7 +51,7 @@ def cached_costs(
         progress: Callback for the progress of slow passes.
     """
     costs = _measured_costs(target, drafter, fresh, progress)
-    if isinstance(costs.target, Curve) and (work := PassWork.of(target.loaded)) is not None:
+    if isinstance(costs.target, Curve) and (work := PassWork.from_loaded(target.loaded)) is not None:
         costs.target = ContextCurve.assumed(costs.target, work)
     return costs
 

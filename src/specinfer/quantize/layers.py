@@ -41,7 +41,9 @@ class Layers:
             ModelError: There are none to quantize.
         """
         shapes, config = weight_shapes(source), load_config(source).get_text_config()
-        model = outline(source, {name: MetaWeight.of(name, shape, torch.bfloat16) for name, shape in shapes.items()})
+        model = outline(
+            source, {name: MetaWeight.from_source(name, shape, torch.bfloat16) for name, shape in shapes.items()}
+        )
         linears = {
             _stored_name(name, module): name for name, module in model.named_modules() if type(module) is nn.Linear
         }

@@ -14,8 +14,7 @@ from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.engine_args import EngineArgs
 from specinfer.model.definition import load_config
 from specinfer.model.device import find_device, prompt_tokens
-from specinfer.model.offload.budget import Budget, usual_budget
-from specinfer.model.offload.requirements import check_budget
+from specinfer.model.offload.budget import Budget, check_budget, usual_budget
 from specinfer.model.recurrent.layers import has_recurrent_layers
 from specinfer.model.sharding.shard import check_sizes
 from specinfer.model.target import TargetConfig

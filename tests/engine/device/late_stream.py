@@ -92,7 +92,7 @@ def make_buffers_late(stream: LateStream, patch: pytest.MonkeyPatch) -> None:
         block._copied = LateEvent(stream)
 
     def send(block: Any, num_bytes: int) -> None:
-        stream.launch(lambda: block.there[:num_bytes].copy_(block.host[:num_bytes]))
+        stream.launch(lambda: block.on_device[:num_bytes].copy_(block.host[:num_bytes]))
         block._copied.record()
 
     patch.setattr(InputBlock, "__init__", make_late)

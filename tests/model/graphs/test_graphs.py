@@ -127,7 +127,7 @@ def _pieces(draw: st.DrawFn) -> list[Piece]:
 
 @given(_pieces())
 def test_a_pass_fits_into_its_padded_size(pieces: list[Piece]) -> None:
-    exact = Size.of(pieces)
+    exact = Size.from_pieces(pieces)
     size = exact.padded()
     assert size is not None
     assert size.is_chain == exact.is_chain == all(map(is_chain, pieces))

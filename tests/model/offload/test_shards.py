@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save
 
 from specinfer.core.errors import ModelError, WeightsError
-from specinfer.model.cut import Cut
+from specinfer.model.offload.meta_weights import Cut
 from specinfer.model.offload.shards import Shards
 
 DATA = save({"a": torch.arange(40, dtype=torch.float32), "b": torch.ones(3, 5)})

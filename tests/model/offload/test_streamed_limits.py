@@ -78,7 +78,7 @@ def test_trees_of_256_nodes_fit(streamed: Callable[..., LLM]) -> None:
 def test_guesses_keep_to_what_memory_is_counted_for(
     budget: int, num_known: int, num_requests: int, row: int, vocab_size: int, known_now: int
 ) -> None:
-    capacity = PassCapacity.of(budget, num_known, num_requests, row, vocab_size)
+    capacity = PassCapacity.from_budget(budget, num_known, num_requests, row, vocab_size)
     guesses = capacity.max_guesses(known_now)
     assert 0 <= guesses <= capacity.num_guesses
     assert guesses == 0 or known_now + guesses <= capacity.num_rows

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
-from specinfer.model.cut import Cut
 from specinfer.model.load import load_model
 from specinfer.model.offload.direct import DirectFile
+from specinfer.model.offload.meta_weights import Cut
 from specinfer.model.offload.shards import Shards
 from specinfer.ops import QuantizedLinear
 from specinfer.parallel.group import ShardSpec
@@ -141,10 +141,10 @@ def test_a_part_of_a_tensor_is_read_as_if_it_were_cut(tmp_path: Path, cut: Cut) 
     whole = load_file(tmp_path / "model.safetensors")[name]
     with Shards(tmp_path) as shards:
         source = shards.sources[name]
-        assert torch.equal(source.read_part(cut), cut.of(whole))
+        assert torch.equal(source.read_part(cut), cut.taken_from(whole))
         parts = source.parts(cut)
         assert parts is not None
-        assert sum(part.shape[0] * part.shape[1] for part in parts) == cut.of(whole).numel()
+        assert sum(part.shape[0] * part.shape[1] for part in parts) == cut.taken_from(whole).numel()
 
 
 @pytest.mark.parametrize(

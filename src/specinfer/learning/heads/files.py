@@ -35,7 +35,7 @@ def read_head(folder: Path, target: Path, embed: Callable[[Tensor], Tensor] | No
     Raises:
         ModelError: The head was made for another target, its files are damaged, or its kind cannot be trained.
     """
-    kind, shape = find_format(folder), TargetShape.of(load_config(target))
+    kind, shape = find_format(folder), TargetShape.from_config(load_config(target))
     ends = _read_ends(target, embed)
     checkpoint = HeadCheckpoint(folder, torch.float32, torch.device("cpu"))
     if kind == "EAGLE-3":

@@ -54,7 +54,7 @@ def new_head(
     """
     maker = _Maker(target, seed, token_map)
     tensors, fields = NEW_HEADS[name](maker, sizes or HeadSizes())
-    vocab_size = TargetShape.of(load_config(target)).vocab_size
+    vocab_size = TargetShape.from_config(load_config(target)).vocab_size
     fields["draft_vocab_size"] = vocab_size if token_map is None else len(token_map)
     if token_map is not None:
         ids = torch.tensor(list(token_map))
@@ -171,7 +171,7 @@ Made = tuple[dict[str, Tensor], dict[str, Any]]  # the tensors of a head, and it
 def _eagle3(maker: _Maker, _: HeadSizes) -> Made:
     """Make an EAGLE-3 head, whose last norm and output head are the target's."""
     sizes, first = maker.sizes(), "layers.0."
-    reads = eagle3.usual_reads(TargetShape.of(load_config(maker.target)).num_layers)
+    reads = eagle3.usual_reads(TargetShape.from_config(load_config(maker.target)).num_layers)
     width = sizes["hidden_size"]
     tensors = maker.ends() | {f"{first}{name}": weight for name, weight in maker.layer(sizes, 2 * width).items()}
     tensors |= {"fc.weight": maker.joining(len(reads), width), f"{first}hidden_norm.weight": torch.ones(width)}

@@ -14,12 +14,12 @@ from specinfer.core.errors import ModelError
 from specinfer.core.lora import LoRAConfig
 from specinfer.model.adapters.hooks import hook
 from specinfer.model.adapters.peft_folder import Pair, Shape
-from specinfer.model.cut import LinearCut
 from specinfer.model.layers.device import Decoder, DeviceLayer
 from specinfer.model.layers.native import NativeLayer
 from specinfer.model.layers.packing import together
 from specinfer.model.linears import layer_names
 from specinfer.model.load import LoadedModel
+from specinfer.model.offload.meta_weights import LinearCut
 from specinfer.ops import AdapterSlots, AdapterTable, LinearCall, LowRank
 
 
@@ -58,14 +58,16 @@ class Site:
                 start += len(pair.down)
             ups.append(up)
         up = together(ups, interleaved=self.interleaved)
-        return LowRank.of(down.to(device, dtype), up.to(device, dtype))
+        return LowRank.from_matrices(down.to(device, dtype), up.to(device, dtype))
 
 
 def _cut(pair: Pair | None, cut: LinearCut | None) -> Pair | None:
     """Return the part of an adapter's matrices that belongs to a slice of their linear layer."""
     if pair is None or cut is None:
         return pair
-    return pair._replace(up=cut.cut.of(pair.up)) if cut.cut.dim == 0 else pair._replace(down=cut.cut.of(pair.down))
+    if cut.cut.dim == 0:
+        return pair._replace(up=cut.cut.taken_from(pair.up))
+    return pair._replace(down=cut.cut.taken_from(pair.down))
 
 
 class AdapterSites:

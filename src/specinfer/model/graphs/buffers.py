@@ -29,13 +29,13 @@ class InputBlock:
     """Bytes that are written on the host and sent to the device in one copy, which nobody waits for.
 
     Attributes:
-        host, there: [num_bytes] uint8, the first pinned for a GPU.
+        host, on_device: [num_bytes] uint8, the first pinned for a GPU.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
-        self.there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event() if is_cuda else None
 
     def wait(self) -> None:
@@ -45,7 +45,7 @@ class InputBlock:
 
     def send(self, num_bytes: int) -> None:
         """Send the first bytes, in order with the other work of the device."""
-        self.there[:num_bytes].copy_(self.host[:num_bytes], non_blocking=True)
+        self.on_device[:num_bytes].copy_(self.host[:num_bytes], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
@@ -108,28 +108,32 @@ class Buffers:
         self.num_bytes = end
         self._block = (make_block or partial(InputBlock, device=device))(end)
         self._host: dict[str, npt.NDArray[np.integer]] = {}
-        self._there: dict[str, Tensor] = {}
+        self._on_device: dict[str, Tensor] = {}
         for name, (kind, shape) in shapes.items():
             self._host[name] = self._block.host[parts[name]].numpy().view(kind).reshape(shape)
-            self._there[name] = self._block.there[parts[name]].view(_TYPES[kind]).view(shape)
+            self._on_device[name] = self._block.on_device[parts[name]].view(_TYPES[kind]).view(shape)
         self._block.wait()
         self._clear()
         self._idle = self._block.host[:end].numpy().copy()
         if make_block is None:  # else they are filled at once
             self._send()
         names = ("prefix_lens", "starts", "node_slots", "node_positions", "node_lens", "visible")
-        tensors: dict[str, Any] = {name: self._there[name] for name in names}
+        tensors: dict[str, Any] = {name: self._on_device[name] for name in names}
         self.layout = TreeLayout(
-            slot_table=table.rows[:requests], positions=self._there["query_positions"],
+            slot_table=table.rows[:requests], positions=self._on_device["query_positions"],
             max_new=size.new, is_chain=size.is_chain, **tensors,
         )  # fmt: skip
 
     def batch(self, store: KVStore, adapters: AdapterSlots | None = None) -> ForwardBatch:
         """Return a batch that reads the buffers whenever it is run; `adapters` are those that rows may have."""
         tensors: dict[str, Any] = {
-            name: self._there[name] for name in ("token_ids", "positions", "slots", "logit_rows")
+            name: self._on_device[name] for name in ("token_ids", "positions", "slots", "logit_rows")
         }
-        rows = AdapterRows(adapters, self._there["lora_indices"]) if self.size.adapts and adapters is not None else None
+        rows = (
+            AdapterRows(adapters, self._on_device["lora_indices"])
+            if self.size.adapts and adapters is not None
+            else None
+        )
         scan = self._scan() if self._taps else None
         return ForwardBatch(
             **tensors, pieces=(), store=store, allows_native=False, layout=self.layout, adapter_rows=rows,
@@ -137,14 +141,16 @@ class Buffers:
         )  # fmt: skip
 
     def _scan(self) -> PaddedScan:
-        there = {name.removeprefix(_SCAN): tensor for name, tensor in self._there.items() if name.startswith(_SCAN)}
-        paths, new = there.pop("paths"), there.pop("new")
+        scanned = {
+            name.removeprefix(_SCAN): tensor for name, tensor in self._on_device.items() if name.startswith(_SCAN)
+        }
+        paths, new = scanned.pop("paths"), scanned.pop("new")
         num_places = 0 if self.size.is_chain else self.size.scanned
-        return PaddedScan(ScanOrder(self.size.tokens, num_places, **there), paths, new)
+        return PaddedScan(ScanOrder(self.size.tokens, num_places, **scanned), paths, new)
 
     def update_table(self) -> None:
         """Write the changes of prefixes to the slot table; part of every pass."""
-        self._table.cells.index_copy_(0, self._there["update_cells"], self._there["update_slots"])
+        self._table.cells.index_copy_(0, self._on_device["update_cells"], self._on_device["update_slots"])
 
     def fill(
         self,

@@ -99,7 +99,7 @@ class GraphRunner:
     def num_bytes(self) -> int:
         """Bytes of all buffers on the device."""
         tensors = [self._table.cells, self._results, *([] if self._received is None else [self._received])]
-        tensors += [self._larger_table.cells, self._kept_block.there]
+        tensors += [self._larger_table.cells, self._kept_block.on_device]
         buffers = sum(one.buffers.num_bytes for one in self._passes.values())
         return buffers + sum(int(tensor.nbytes) for tensor in tensors)
 
@@ -140,7 +140,7 @@ class GraphRunner:
             hidden: [tokens, width] output of the previous stage.
         """
         scan = Scan(pieces, self._store.states, self._device, recomputes=self._recurs) if self._taps else None
-        exact = Size.of(pieces, scan.num_tokens if scan is not None else 0)
+        exact = Size.from_pieces(pieces, scan.num_tokens if scan is not None else 0)
         size = exact.padded()
         if (
             size is None

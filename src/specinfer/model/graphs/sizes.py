@@ -43,7 +43,7 @@ class Size:
     scanned: int = 0
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], scanned: int = 0) -> "Size":
+    def from_pieces(cls, pieces: Sequence[Piece], scanned: int = 0) -> "Size":
         """Return the exact size of a pass."""
         news = [len(piece.tokens) for piece in pieces]
         return cls(

@@ -30,7 +30,7 @@ class TargetShape(NamedTuple):
     vocab_size: int
 
     @classmethod
-    def of(cls, config: Any) -> "TargetShape":
+    def from_config(cls, config: Any) -> "TargetShape":
         text = config.get_text_config()
         return cls(int(text.hidden_size), int(text.num_hidden_layers), int(text.vocab_size))
 
@@ -53,7 +53,7 @@ class TargetEnds(NamedTuple):
     head_call: LinearCall | None = None
 
     @classmethod
-    def of(cls, model: nn.Module) -> "TargetEnds":
+    def from_model(cls, model: nn.Module) -> "TargetEnds":
         """Return those of a target, or of its last pipeline stage, whose embedding cannot be used."""
         if isinstance(model, FusedDecoder):
             assert model.head is not None

@@ -61,7 +61,7 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
             f"drafters: {folder} reads hidden states, which targets of family {config.model_type!r} do not show; name "
             "a small model"
         )
-    shape = TargetShape.of(config)
+    shape = TargetShape.from_config(config)
     ends = _ends_of(target)
     if folder == target.folder:
         head = load_mtp(folder, target.dtype, target.device, shape, ends)
@@ -111,7 +111,7 @@ def _target_cache(folder: Path, target: LoadedModel, config: Any) -> tuple[dict[
 
 
 def _ends_of(target: LoadedModel) -> TargetEnds:
-    ends = TargetEnds.of(target.model)
+    ends = TargetEnds.from_model(target.model)
     if target.shard.is_first:
         return ends
     table = read_weight(target.folder, "embed_tokens.weight").to(target.device, target.dtype)  # in another stage

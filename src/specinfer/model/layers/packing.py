@@ -46,22 +46,24 @@ def call_of(parts: Sequence[Any], packing: Packing, *, interleaved: bool = False
     weight, bits = together(weights, interleaved=interleaved), packing.bits
     if bits is None:
         narrows, choice = packing.narrows and _is_bfloat16(weight), choose(weight.dtype)
-        panels = Panels.of(weight.bfloat16() if narrows else weight, bias)
+        panels = Panels.from_weight(weight.bfloat16() if narrows else weight, bias)
         return LinearCall(panels, **choice._asdict(), widens=narrows)
     rounded = quantize(weight, bits)
-    return LinearCall(Panels.of_codes(rounded, bias))
+    return LinearCall(Panels.from_codes(rounded, bias))
 
 
 def _call_of_codes(parts: Sequence[Any], packing: Packing, *, interleaved: bool) -> LinearCall:
     """Return a call of layers of which some are stored as codes."""
     if interleaved:
         weights, join = [part.quantized for part in parts], partial(together, interleaved=True)
-        return LinearCall(Panels.of_codes(QuantizedWeight.joined(weights, join), _bias(parts, interleaved=True)))
+        return LinearCall(Panels.from_codes(QuantizedWeight.joined(weights, join), _bias(parts, interleaved=True)))
     panels = []
     for run in runs_of(parts):
         if isinstance(run[0], QuantizedLinear):
             weight = QuantizedWeight.joined([one.quantized for one in run]) if len(run) > 1 else None
-            call = run[0].call if weight is None else LinearCall(Panels.of_codes(weight, _bias(run, interleaved=False)))
+            call = (
+                run[0].call if weight is None else LinearCall(Panels.from_codes(weight, _bias(run, interleaved=False)))
+            )
         else:
             call = call_of(run, packing)
         assert call is not None

@@ -14,9 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from specinfer.model.cut import Cut
 from specinfer.model.offload.budget import release_freed_memory
-from specinfer.model.offload.meta_weights import origin_of
+from specinfer.model.offload.meta_weights import Cut, origin_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,11 +132,11 @@ def experts_of(plan: LayerPlan, part: PartPlan, bits: Bits | None = None) -> tup
         first = experts.gate_up_proj if hasattr(experts, "gate_up_proj") else experts.up_proj
         pairs = [(_call(one, bits), _call(down, bits)) for one, down in zip(first, experts.down_proj, strict=True)]
         call = ExpertsCall(pairs, routing, opening)
-    return LinearCall(Panels.of(weight, None), dots=False), call
+    return LinearCall(Panels.from_weight(weight, None), dots=False), call
 
 
 def _call(weight: Tensor, bits: Bits | None) -> LinearCall:
     weight = weight.detach()
     if bits is not None:
-        return LinearCall(Panels.of_codes(quantize(weight, bits)))
-    return LinearCall(Panels.of(weight, None), dots=choose(weight.dtype).dots)
+        return LinearCall(Panels.from_codes(quantize(weight, bits)))
+    return LinearCall(Panels.from_weight(weight, None), dots=choose(weight.dtype).dots)

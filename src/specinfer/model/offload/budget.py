@@ -1,5 +1,6 @@
 """Memory budgets, and the memory that the process uses as the operating system counts it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -7,6 +8,7 @@ from typing import NoReturn
 import torch
 
 from specinfer.core.systems import call_c, installed_memory
+from specinfer.model.offload.checkpoint import Checkpoint, layer_number
 from specinfer.model.offload.streamed_layer import LayerStream
 
 _ALL = "two layers, the cache, embeddings and head"
@@ -117,7 +119,7 @@ class PassCapacity:
     num_bytes: int
 
     @classmethod
-    def of(cls, budget: int, num_known: int, num_requests: int, row: int, vocab_size: int) -> "PassCapacity":
+    def from_budget(cls, budget: int, num_known: int, num_requests: int, row: int, vocab_size: int) -> "PassCapacity":
         """Return the limits, in which guesses have a small part of the budget.
 
         In a step that reads prompts, guesses have only the rows that the known tokens leave.
@@ -157,7 +159,9 @@ def settle(
     Raises:
         ValueError: The budget is too small even if no layer stays.
     """
-    capacity = PassCapacity.of(budget.own_bytes, num_known, num_requests, row or WIDTHS * stream.widest, vocab_size)
+    capacity = PassCapacity.from_budget(
+        budget.own_bytes, num_known, num_requests, row or WIDTHS * stream.widest, vocab_size
+    )
     limit_freed_memory()
     release_freed_memory()
     stream.settle(budget.spare(capacity.num_bytes, cache_bytes))
@@ -212,3 +216,47 @@ def _field(path: Path, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def check_budget(
+    budget: Budget,
+    folder: Path,
+    drafters: Iterable[str],
+    num_known: int,
+    num_requests: int,
+    cache_bytes: int | None = None,
+) -> None:
+    """Refuse a budget that is too small to load the target, and name one that suffices for everything after it too.
+
+    A larger budget is checked again when all is loaded and the exact sizes are known.
+
+    Args:
+        drafters: Folders of models; other names are ignored, because those drafters take little memory.
+        num_known: Largest number of tokens of a step that are not guesses.
+        num_requests: Largest number of requests at a time.
+        cache_bytes: Bytes that the caller gives to the caches, or None for their usual share.
+
+    Raises:
+        ModelError: The weights cannot be used.
+        ValueError: The budget is too small.
+    """
+    checkpoint = Checkpoint(folder)
+    try:
+        loading = checkpoint.least_bytes()
+        sources = checkpoint.shards.sources
+        outside = [one for name, one in sources.items() if layer_number(name) is None]
+        inside = [one for name, one in sources.items() if layer_number(name) is not None]
+        widest = max((size for one in inside for size in one.shape), default=1)
+        vocab = max((one.shape[0] for one in outside if len(one.shape) > 1), default=1)
+    finally:
+        checkpoint.close()
+    used = used_bytes(budget.device)
+    if used + loading + (cache_bytes or 0) <= budget.num_bytes:
+        return
+    # A share of it is for guesses.
+    larger = used + 2 * loading + (cache_bytes or budget.cache_bytes) - budget.other_bytes
+    in_pass = PassCapacity.from_budget(larger, num_known, num_requests, WIDTHS * widest, vocab).num_bytes
+    of_drafters = sum(
+        file.stat().st_size for name in drafters for file in Path(name).expanduser().glob("*.safetensors")
+    )
+    budget.refuse(used + loading + of_drafters + in_pass, cache_bytes)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
-from specinfer.model.cut import Cut
 from specinfer.model.gguf import folder as gguf_folder
 from specinfer.model.offload.buffer_layout import set_tensor
-from specinfer.model.offload.meta_weights import MetaWeight, origin_of
+from specinfer.model.offload.meta_weights import Cut, MetaWeight, origin_of
 from specinfer.model.offload.shards import Shards, read_part
 from specinfer.model.stacked_source import StackedSource
 from specinfer.ops import QuantizedWeight, float8
@@ -102,7 +101,7 @@ class Checkpoint:
             name: source.read()
             if is_read(layer_number(name))
             and (decodes or (name not in self._coded and _experts_of(name) not in self._experts))
-            else MetaWeight.of(name, source.shape, source.dtype)
+            else MetaWeight.from_source(name, source.shape, source.dtype)
             for name, source in self.shards.sources.items()
         }
 
@@ -148,7 +147,7 @@ class Checkpoint:
         kind, weight = self._read_codes(name, expert) if reads else self._outline(name)
         if cut is not None:
             cut = self._of_matrix(name, cut)
-            weight = weight.reordered(cut.of) if cut.dim == 0 else weight.of_inputs(cut.ranges[0])
+            weight = weight.reordered(cut.taken_from) if cut.dim == 0 else weight.of_inputs(cut.ranges[0])
         return kind, weight
 
     def _outline(self, name: str) -> tuple[str, QuantizedWeight]:

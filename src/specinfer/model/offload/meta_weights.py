@@ -4,16 +4,52 @@ transformers loads meta weights as it loads weights, and so shows what a family'
 weight that was only renamed or cast is still known by name afterwards. One that was built from several tensors is not.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specinfer.model.cut import Cut
-
 # Operations that keep the numbers, at most in another type.
 _KEEPING = {Tensor.to, Tensor.detach, Tensor.requires_grad_, Tensor.contiguous, Tensor.__getitem__}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Ranges of one dimension of a tensor, which are concatenated.
+
+    Attributes:
+        dim: Index of the dimension, not negative.
+        ranges: Half-open ranges with steps of 1.
+    """
+
+    dim: int
+    ranges: tuple[range, ...]
+
+    @property
+    def size(self) -> int:
+        """Size of the dimension after the cut."""
+        return sum(map(len, self.ranges))
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the part of a tensor of shape `whole`."""
+        return (*whole[: self.dim], self.size, *whole[self.dim + 1 :])
+
+    def taken_from(self, tensor: Tensor) -> Tensor:
+        """Return the part of the tensor, in memory of its own."""
+        return torch.cat([tensor.narrow(self.dim, one.start, len(one)) for one in self.ranges], dim=self.dim)
+
+
+class LinearCut(NamedTuple):
+    """The slice of a linear layer's weight [out, in] that belongs to one rank.
+
+    Attributes:
+        size: Size of the dimension before the cut.
+    """
+
+    cut: Cut
+    size: int
 
 
 class MetaWeight(Tensor):
@@ -23,7 +59,9 @@ class MetaWeight(Tensor):
     cut: Cut | None  # part of that tensor, or None for all of it
 
     @staticmethod
-    def of(source: str | None, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut | None = None) -> "MetaWeight":
+    def from_source(
+        source: str | None, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut | None = None
+    ) -> "MetaWeight":
         found = torch.empty(shape, dtype=dtype, device="meta").as_subclass(MetaWeight)
         found.source, found.cut = source, cut
         return found
@@ -32,7 +70,7 @@ class MetaWeight(Tensor):
         """Return a meta weight for a part of a whole tensor."""
         origin = origin_of(self)
         assert origin is None or origin[1] is None
-        return MetaWeight.of(None if origin is None else origin[0], cut.shape(self.shape), self.dtype, cut)
+        return MetaWeight.from_source(None if origin is None else origin[0], cut.shape(self.shape), self.dtype, cut)
 
     @classmethod
     def __torch_function__(

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from specinfer.core.errors import ModelError
-from specinfer.model.cut import Cut
 from specinfer.model.gguf.config import gguf_sources
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.gguf.weights import GgufSource, JoinedSource
 from specinfer.model.kv_tensors import LayerShape
 from specinfer.model.offload.direct import CHUNK, DirectFile, padded_size, pages
+from specinfer.model.offload.meta_weights import Cut
 from specinfer.model.quantized.sources import DecodedSource, is_quantized, with_decoded
 from specinfer.model.stacked_source import StackedSource
 from specinfer.ops import QuantizedWeight
@@ -114,7 +114,7 @@ class Source:
         step = max(CHUNK * self.shape[0] // self.num_bytes, 1)
         for done in range(0, self.shape[0], step):
             rows = range(done, min(done + step, self.shape[0]))
-            result[rows.start : rows.stop] = cut.of(self.rows(rows).read())
+            result[rows.start : rows.stop] = cut.taken_from(self.rows(rows).read())
         return result
 
 
@@ -127,7 +127,7 @@ def read_part(source: Any, cut: Cut | None) -> Tensor:
     if cut is None:
         whole: Tensor = source.read()
         return whole
-    return source.read_part(cut) if isinstance(source, Source) else cut.of(source.read())
+    return source.read_part(cut) if isinstance(source, Source) else cut.taken_from(source.read())
 
 
 def parts_of(source: Any, cut: Cut | None) -> list[Source] | None:

@@ -62,7 +62,7 @@ class Scan:
     @cached_property
     def order(self) -> ScanOrder:
         """The scan in the form that other kernels read."""
-        return ScanOrder.of(*self._arrays(), self._device)
+        return ScanOrder.from_arrays(*self._arrays(), self._device)
 
     def wrote(self, layer: int) -> None:
         """Record that a layer has written the states that are kept."""

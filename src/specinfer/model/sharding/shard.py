@@ -35,7 +35,7 @@ def check_sizes(config: Any, tensor_parallel_size: int, pipeline_parallel_size: 
         ModelError: The model cannot be split like this; the message names the sizes that work.
     """
     check_stages(config, pipeline_parallel_size)
-    Heads.of(config, 0, tensor_parallel_size)
+    Heads.from_config(config, 0, tensor_parallel_size)
     rank_layers(config, ShardSpec(num_stages=pipeline_parallel_size))
 
 

@@ -140,7 +140,7 @@ class Heads:
     kv: range
 
     @classmethod
-    def of(cls, config: Any, rank: int, size: int) -> "Heads":
+    def from_config(cls, config: Any, rank: int, size: int) -> "Heads":
         """Return the heads of rank `rank` in a group of `size`.
 
         Raises:

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from specinfer.core.errors import ModelError
-from specinfer.model.cut import Cut, LinearCut
 from specinfer.model.linears import layer_names
 from specinfer.model.offload.buffer_layout import set_tensor
-from specinfer.model.offload.meta_weights import MetaWeight
+from specinfer.model.offload.meta_weights import Cut, LinearCut, MetaWeight
 from specinfer.model.quantized_experts import can_quantize_experts
 from specinfer.model.recurrent.layers import is_recurrent
 from specinfer.model.recurrent.mixer import Block
-from specinfer.model.sharding.joined_norm import JoinedNorm
 from specinfer.model.sharding.split_plan import Heads, Kind, plan_of
 from specinfer.ops.quantization import BITS
 from specinfer.ops.quantized_weight import GROUP_SIZES
@@ -103,7 +102,7 @@ class _Splitter:
     def __init__(self, config: Any, group: Group, quantization: str | None, *, rounds_experts: bool) -> None:
         self._rounds_experts = rounds_experts
         self.rank, self.size = group.rank, group.size
-        self.heads = Heads.of(config, group.rank, group.size)
+        self.heads = Heads.from_config(config, group.rank, group.size)
         self._plan = plan_of(config)
         self._group_size = GROUP_SIZES[BITS[quantization]] if quantization in BITS else None
         self._configs: dict[int, Any] = {}
@@ -291,4 +290,26 @@ def _cut_outputs(layer: Any, cut: Cut) -> None:
 
 def _cut(module: nn.Module, name: str, cut: Cut) -> None:
     tensor = getattr(module, name)
-    set_tensor(module, name, tensor.part(cut) if isinstance(tensor, MetaWeight) else cut.of(tensor.detach()))
+    set_tensor(module, name, tensor.part(cut) if isinstance(tensor, MetaWeight) else cut.taken_from(tensor.detach()))
+
+
+class JoinedNorm(nn.Module):
+    """A rank's part of an RMS norm, which may multiply by an activated gate first; ranks add up their squares.
+
+    Args:
+        norm: The whole norm.
+
+    Attributes:
+        all_reduce: Function that returns the sum of a tensor over all ranks.
+    """
+
+    def __init__(self, norm: Any, size: int) -> None:
+        super().__init__()
+        self.weight, self.eps, self.whole = norm.weight, norm.variance_epsilon, len(norm.weight)
+        self.all_reduce: Callable[[Tensor], Tensor] = lambda squares: squares * size
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        hidden = x.float() if gate is None else x.float() * functional.silu(gate.float())
+        squares = self.all_reduce(hidden.pow(2).sum(dim=-1, keepdim=True))
+        normed: Tensor = self.weight * (hidden * torch.rsqrt(squares / self.whole + self.eps)).to(x.dtype)
+        return normed

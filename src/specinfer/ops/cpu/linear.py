@@ -37,7 +37,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.bias = layer.bias
-        self.call = LinearCall(Panels.of(layer.weight.detach(), layer.bias), **choice._asdict())
+        self.call = LinearCall(Panels.from_weight(layer.weight.detach(), layer.bias), **choice._asdict())
 
     @property
     def weight(self) -> Tensor:
@@ -95,13 +95,13 @@ def choose(dtype: torch.dtype) -> Choice:
         return Choice(ANY_ROWS, has_dots(TYPES[dtype]))
     source = torch.Generator().manual_seed(0)
     weights = [torch.randn((_SIZE, _SIZE), generator=source).to(dtype) for _ in range(_NUM_LAYERS)]
-    panels = [Panels.of(weight) for weight in weights]
+    panels = [Panels.from_weight(weight) for weight in weights]
     calls = {dots: [LinearCall(one, dots=dots) for one in panels] for dots in {False, has_dots(TYPES[dtype])}}
     dots = len(calls) == 2 and is_faster(calls[True], calls[False], _FEW[-1:])
     plain = [lambda x, weight=weight: functional.linear(x.to(dtype), weight) for weight in weights]
     if not is_faster(calls[dots], plain, _FEW):
         return Choice(0, dots)
-    large = Panels.of(torch.ones(_LARGE, dtype=dtype))
+    large = Panels.from_weight(torch.ones(_LARGE, dtype=dtype))
     native, by_torch = (LinearCall(large, dots=dots, max_rows=most) for most in (ANY_ROWS, 0))
     best = _FEW[-1]
     for rows in _MANY:

@@ -74,7 +74,7 @@ class LinearCall:
         self.panels, self.max_rows, self.widens, self.following = panels, max_rows, widens, following
         self.outputs: int = panels.outputs + (0 if following is None else following.outputs)
         self.num_bytes: int = panels.num_bytes + (0 if following is None else following.num_bytes)
-        # Levels need these instructions, see `Panels.of_codes`.
+        # Levels need these instructions, see `Panels.from_codes`.
         dots = panels.type in HAVE_LEVELS or (dots and not widens)
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
         self._structure = _Linear(

@@ -50,7 +50,7 @@ class LowRank:
     blocks: Tensor | None = None  # [blocks, 3] int32 first rank, number of ranks, and the place of the first in `up`
 
     @classmethod
-    def of(cls, down: Tensor, up: Tensor) -> "LowRank":
+    def from_matrices(cls, down: Tensor, up: Tensor) -> "LowRank":
         """Return the addition of `up` [outputs, rank] times `down` [rank, inputs], both float32 or bfloat16."""
         if not packs(down):
             return cls(down, up)
@@ -106,7 +106,7 @@ class AdapterRuns:
         self.address = ctypes.addressof(self._structure)
 
     @classmethod
-    def of(cls, counts: Sequence[int], tables: Sequence[AdapterTable | None]) -> "AdapterRuns | None":
+    def from_requests(cls, counts: Sequence[int], tables: Sequence[AdapterTable | None]) -> "AdapterRuns | None":
         """Return the runs of requests with `counts` rows each, or None if none of them has an adapter."""
         starts = accumulate(counts, initial=0)
         groups = [

@@ -39,12 +39,12 @@ class Panels:
     levels: Tensor | None = None  # [16] uint8, 128 more than what the codes stand for
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> "Panels":
+    def from_weight(cls, weight: Tensor, bias: Tensor | None = None) -> "Panels":
         """Pack `weight` [outputs, inputs], whose type is one of `TYPES`."""
         return cls._pack(TYPES[weight.dtype], weight, None, bias, weight.shape[1])
 
     @classmethod
-    def of_codes(cls, weight: QuantizedWeight, bias: Tensor | None = None) -> "Panels":
+    def from_codes(cls, weight: QuantizedWeight, bias: Tensor | None = None) -> "Panels":
         """Pack codes with their scales."""
         codes, levels = weight.codes, None
         if weight.levels is None or weight.is_float:

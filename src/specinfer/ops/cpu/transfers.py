@@ -32,9 +32,9 @@ def send_together(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> l
     packed = np.zeros(starts[-1], dtype=np.uint8)
     for start, one in zip(starts, arrays, strict=False):
         packed[start : start + one.nbytes] = np.ascontiguousarray(one).reshape(-1).view(np.uint8)
-    there = send(packed, device)
+    sent = send(packed, device)
     return [
-        there[start : start + one.nbytes].view(torch.from_numpy(one).dtype).view(one.shape)
+        sent[start : start + one.nbytes].view(torch.from_numpy(one).dtype).view(one.shape)
         for start, one in zip(starts, arrays, strict=False)
     ]
 

@@ -49,10 +49,12 @@ def up_program(
             place = output[:, None].to(tl.int64) * count + rank[None, :]
             weights = tl.load(up + place, mask=inside[:, None] & (rank < count)[None, :], other=0.0)
             total += tl.sum(weights.to(tl.float32) * values[None, :], axis=1)
-        there = y + row * outputs + output
+        added_to = y + row * outputs + output
         added = total.to(y.dtype.element_ty).to(tl.float32)
         tl.store(
-            there, (tl.load(there, mask=inside, other=0.0).to(tl.float32) + added).to(y.dtype.element_ty), mask=inside
+            added_to,
+            (tl.load(added_to, mask=inside, other=0.0).to(tl.float32) + added).to(y.dtype.element_ty),
+            mask=inside,
         )
 
 

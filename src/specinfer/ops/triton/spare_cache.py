@@ -1,4 +1,4 @@
-"""Triton's cache of compiled kernels, for disks that become full: Triton writes files to compile, amid a pass too."""
+"""Triton's cache of compiled kernels, for disks that become full: Triton writes files to compile, during passes too."""
 
 from pathlib import Path
 from typing import Any
