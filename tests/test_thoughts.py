@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import talking
-from scripted_target import TEMPLATES, scripted
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.errors import RequestError
 from specinfer.core.outputs import CompletionOutput
+from tests.server.scripted_target import TEMPLATES, scripted
 
 OPEN = TEMPLATES["thinking"].replace("{% endif %}{% endif %}", "{% else %}<think>\n{% endif %}{% endif %}")
 THOUGHT = "The user asks for a number. It may be 7. Stop. It may be 8; it is 8."

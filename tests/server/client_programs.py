@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from scripted_target import TEMPLATES, Script, Turns, scripted
 from tests.server.recorded_requests import keep
 from tests.server.recording import Exchange, recorded
+from tests.server.scripted_target import TEMPLATES, Script, Turns, scripted
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLIENTS = Path(os.environ.get("CLIENTS", ROOT / "build" / "clients")).resolve()

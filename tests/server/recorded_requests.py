@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripted_target import Script
 from tests.server.recording import Exchange
+from tests.server.scripted_target import Script
 
 FOLDER = Path(__file__).resolve().parent / "recorded"
 _HEADERS = ("accept", "anthropic-beta", "anthropic-version", "openai-beta", "user-agent", "x-api-key")

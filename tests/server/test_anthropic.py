@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-from scripted_target import TEMPLATES, scripted
 from serving import served_on_port, slow_steps
 from specinfer import LLM
 from specinfer.core.outputs import TextChunk
@@ -18,6 +17,7 @@ from specinfer.server import pending_response
 from specinfer.server.anthropic_blocks import MessageBlocks
 from specinfer.server.blocks import Blocks
 from specinfer.server.field_checks import IGNORED_HEADER
+from tests.server.scripted_target import TEMPLATES, scripted
 from tiny import make_request
 
 USER = {"role": "user", "content": "Hi."}

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from scripted_target import scripted
 from serving import events_of, served
 from specinfer import LLM, SamplingParams
 from specinfer.server.field_checks import IGNORED_HEADER
+from tests.server.scripted_target import scripted
 from tiny import save_model, save_tokenizer
 
 MESSAGES = [{"role": "system", "content": "say little"}, {"role": "user", "content": "hello"}]

@@ -8,7 +8,6 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from scripted_target import scripted
 from serving import serve
 from specinfer import RequestError, SamplingParams
 from specinfer.core.sampling import MAX_LOGPROBS, MAX_SEED
@@ -19,6 +18,7 @@ from specinfer.server.field_checks import IGNORED_HEADER, with_ignored
 from specinfer.server.parameters import sampling_params, truncated
 from specinfer.server.protocol import ChatFields, CompletionFields
 from specinfer.server.responses_fields import ResponsesFields
+from tests.server.scripted_target import scripted
 
 
 def fields_of(**fields: Any) -> CompletionFields:

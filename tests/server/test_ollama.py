@@ -10,7 +10,6 @@ import httpx
 import ollama
 import pytest
 
-from scripted_target import TEMPLATES, scripted
 from serving import served_on_port
 from specinfer import LLM
 from specinfer.core.outputs import TextChunk
@@ -18,6 +17,7 @@ from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server.blocks import Blocks
 from specinfer.server.field_checks import IGNORED_HEADER
 from specinfer.server.ollama_pieces import Pieces
+from tests.server.scripted_target import TEMPLATES, scripted
 from tiny import make_request
 
 USER = {"role": "user", "content": "Hi."}

@@ -12,10 +12,10 @@ import ollama
 import pytest
 from pydantic import TypeAdapter
 
-from scripted_target import TEMPLATES, scripted
 from serving import served
 from specinfer import LLM
 from tests.server.recorded_requests import FOLDER
+from tests.server.scripted_target import TEMPLATES, scripted
 
 REQUESTS = {
     f"{file.stem}-{number}": request

@@ -12,13 +12,13 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from scripted_target import scripted
 from serving import app_of, served
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.server import pending_response
 from specinfer.server.conversations import Conversation, read_conversation
 from specinfer.server.responses_fields import ResponsesFields, read_input
 from talking import HERMES, save_talker
+from tests.server.scripted_target import scripted
 
 TOOL: Any = {
     "type": "function",

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-import scripted_target
-from scripted_target import TEMPLATES, scripted
 from serving import served
 from specinfer import LLM, SamplingParams
+from tests.server import scripted_target
+from tests.server.scripted_target import TEMPLATES, scripted
 
 CALL = '<tool_call>\n{"name": "read_file", "arguments": {"path": "notes.txt"}}\n</tool_call>'
 ANSWER = "The notes say: buy milk, buy bread, buy milk, buy bread, buy milk. \u00e9\u20ac\U0001f642"

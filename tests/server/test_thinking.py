@@ -8,12 +8,12 @@ import httpx2
 import openai
 import pytest
 
-from scripted_target import TEMPLATES, scripted
 from serving import app_of, events_of, served
 from specinfer import LLM, AsyncLLM
 from specinfer.server.blocks import sealed, unsealed
 from specinfer.server.conversations import template_kwargs, thinking_budget
 from specinfer.server.protocol import ChatFields
+from tests.server.scripted_target import TEMPLATES, scripted
 
 USER: Any = {"role": "user", "content": "Go."}
 THOUGHT = "Hm.\nSo?"

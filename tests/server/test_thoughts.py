@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import talking
-from scripted_target import TEMPLATES, scripted
 from serving import served
 from specinfer import LLM
+from tests.server.scripted_target import TEMPLATES, scripted
 
 THOUGHT, ANSWER = "It is 7 or 8. Stop. So 8.", '{"number": 8}'
 USER = {"messages": [{"role": "user", "content": "Which number?"}], "temperature": 0, "max_tokens": 100}

@@ -10,7 +10,6 @@ import httpx2
 import openai
 import pytest
 
-from scripted_target import scripted
 from serving import app_of, served
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.errors import RequestError
@@ -30,6 +29,7 @@ from talking import BARE, PLAIN, make_talker, save_talker
 from talking import HERMES as HERMES_TEMPLATE
 from talking import LLAMA as LLAMA_TEMPLATE
 from talking import MISTRAL as MISTRAL_TEMPLATE
+from tests.server.scripted_target import scripted
 
 TEMPLATES = {
     "plain": PLAIN, "hermes": HERMES_TEMPLATE, "llama": LLAMA_TEMPLATE, "mistral": MISTRAL_TEMPLATE, "bare": BARE,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from call_templates import CALLS, FUNCTIONS, template_of, written
-from scripted_target import follow, scripted
 from serving import served
 from specinfer import LLM
 from specinfer.inputs.formats.calls import FORMATS, HERMES, CallFormat
 from specinfer.inputs.formats.reasoning import REASONING_FORMATS, ReasoningFormat
+from tests.server.scripted_target import follow, scripted
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": FUNCTIONS[name]}} for name in FUNCTIONS]
 MARKS = sorted(

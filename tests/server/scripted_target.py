@@ -3,7 +3,7 @@
     with scripted(['<tool_call>\n{"name": "read", "arguments": {}}\n</tool_call>', "Done."], drafters="ngram") as llm:
         ...  # an LLM like any other: call it, or serve it with `serving.serve` or `serving.served_on_port`
 
-    python tests/support/scripted_target.py turns.json --port 8123 --template thinking   # turns.json: ["...", "..."]
+    python tests/server/scripted_target.py turns.json --port 8123 --template thinking   # turns.json: ["...", "..."]
 
 Drafters, trees, grammars, samplers and parsers are the real ones. Only the logits of each node of a token tree are made
 here: the next token of the script is all but certain wherever the output so far agrees with it, and the end elsewhere.
