@@ -471,7 +471,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(
     monkeypatch.setattr(trainable, "training_loss", broken)
     words = (target, "--drafter", "new:1", "--data", data, *SMALL, "--out", str(tmp_path / "run"), "--save-every", "0")
     line = refusal(*words)
-    assert "the loss is not finite at step 4: lower --learning-rate" in line
+    assert "the loss or its gradient is not finite at step 4: lower --learning-rate" in line
     path = tmp_path / "run" / "drafter-1.checkpoint.pt"
     assert str(path) in line
     state = torch.load(path, weights_only=True)

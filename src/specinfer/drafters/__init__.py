@@ -1,4 +1,4 @@
-"""Drafters, which propose token trees. `make_drafter` is the only place that knows the kinds of drafters."""
+"""Drafters, which propose token trees. `make_drafter` makes them from the names of lookups and loaded models."""
 
 from collections.abc import Sequence
 
@@ -53,7 +53,7 @@ def make_drafter(
     costs: Sequence[float] | None = None,
     ngram_sizes: tuple[int, int] | None = None,
 ) -> MergedDrafter | None:
-    """Return the drafter for a list of `"ngram"`, `"suffix"` and small models, or None for an empty list.
+    """Return the drafter for a list of names of lookups and small models, or None for an empty list.
 
     The small models may run on this rank or on others. The result is always a `MergedDrafter`: a failing drafter does
     not fail the step, and the predictions that requests may bring are always used.

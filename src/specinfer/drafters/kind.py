@@ -17,7 +17,7 @@ class DraftKind(NamedTuple):
             computed at one position.
         is_sparse: Whether it attends to a part of a long context only.
         is_remote: Whether it is on another rank, and drafts at the same time as others.
-        block: Distances from the root of the tokens of one pass for all levels; empty for a pass for each level.
+        block: Distances from the root of the tokens of the only pass of all levels; empty if each level has a pass.
         max_depth: Largest depth of a tree.
     """
 

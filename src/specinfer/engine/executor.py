@@ -27,7 +27,7 @@ class Outcome:
         logits: [len(tree), vocab] the target's logits at each node; empty on the device.
         logprobs: Of a request on the device that asks for them: log-probabilities of each emitted token and of the most
             probable ones, by token id, without texts.
-        probs: Of a traced request on the device: what `trace.target_probs` returns.
+        probs: Of a traced request on the device: what `emission.target_probs` returns.
         num_slots: Slots reserved for this step, or None if no later step has any.
     """
 
@@ -86,7 +86,7 @@ class Executor(Protocol[Plan]):
         """Return the requests of the next step and their budgets, or None if none can begin now.
 
         Args:
-            learners: What has the policy, which sets the budgets, and may read logits.
+            learners: The policy, which sets the budgets, and the observers; they know whether any of them reads logits.
             timer: Timer that marks some steps on the device's timeline.
         """
         ...

@@ -2,7 +2,7 @@
 
 There are no separate prefill and decode phases, only tokens that are not computed yet. A long prompt is computed in
 chunks within the step's token budget, together with decoding requests, and short prompts need not wait for long ones
-(`prompt_room`). If slots run out, the newest running request of the tenant that runs most is preempted and recomputed
+(`PromptRoom`). If slots run out, the newest running request of the tenant that runs most is preempted and recomputed
 later; also if a tenant with no running request waits. A request that begins like an earlier one starts with that one's
 keys and values.
 

@@ -24,8 +24,6 @@ from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.verify import Acceptance
 
-TOP = 32  # tokens stored of a distribution
-
 
 class DamagedError(ValueError):
     """A damaged file from an earlier part of a run; the message names it."""
@@ -84,7 +82,7 @@ class ExampleRecorder:
 
     reads_logits = True
 
-    def __init__(self, top: int = TOP) -> None:
+    def __init__(self, top: int) -> None:
         self._top = top
         # By request, for each step: the best tokens, their log-probabilities, and those of the output tokens.
         self._seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}

@@ -1,6 +1,6 @@
 """The training loop of all that learns here: drafters that are tuned or served, heads, and the policy network.
 
-A description of what is learned is a model, a loss of a batch, the batches, and a learning rate for each step.
+What is learned is described by a model, a loss of a batch, the batches, and a learning rate for each step.
 `Trainer` takes the steps and `train` runs them. If a batch depends on the number of its step only, a run that resumes
 from its `Checkpoint` ends as if it had never stopped.
 """
@@ -204,7 +204,8 @@ def train(
             if checkpoint is not None and checkpoint.path.exists():
                 saved = f"the last checkpoint is as it was: {checkpoint.path}"
             raise TrainingError(
-                f"the loss is not finite at step {progress.step}: lower learning_rate, or give more text; {saved}"
+                f"the loss or its gradient is not finite at step {progress.step}: "
+                f"lower learning_rate, or give more text; {saved}"
             )
         mixing = max(_LEAST_MIXING, 1 / (progress.step + 1))
         progress.loss = loss if progress.step == 0 else progress.loss + mixing * (loss - progress.loss)

@@ -43,7 +43,7 @@ class Probe:
     reference: Reference | None = None
 
     def judge(self, model: nn.Module, dtype: torch.dtype, rounded_to: str | None) -> Verdict:
-        """Check a model with rebuilt layers against the reference; see `layer_check.judge`."""
+        """Check a model with rebuilt layers against the reference; see `check.judge`."""
         assert self.reference is not None
         return judge(model, self.reference, self.logits, self.layer_shapes, dtype, rounded_to)
 

@@ -31,7 +31,7 @@ def verify(
     Under any rule a request that is greedy, or asked for no drafts, is walked as in plain decoding.
 
     Args:
-        rule: "coupled", "multi-step", "traversal" or "target-only", for requests that have none of their own.
+        rule: A name in `RULES`, or "auto", for requests that have none of their own.
         logits: For each tree, [num_nodes, vocab] float32.
         requests: The request of each tree.
         trees: The trees.

@@ -185,7 +185,7 @@ class Answers:
         )
 
     def probs(self, row: int) -> list[float]:
-        """Return what `trace.target_probs` returns for the tree of all."""
+        """Return what `emission.target_probs` returns for the tree of all."""
         size = int(self._results[TreeNames.from_number(0, 1).sizes][row])
         probs: list[float] = np.exp(self._results["node_logprob_float32"][row, :size]).tolist()
         return probs

@@ -13,7 +13,6 @@ from specinfer.demo import corpus
 DEMO_DATA = "demo"  # the embedded pair's own text: its training files and its held-out files
 SCHEMES = ("tokens", "prompts", "none")
 MAX_DRAFTERS = 16
-TOP = 32  # tokens stored of a distribution
 _DATA, _DRAFTERS, _OUTPUT, _TRAINING = "Data", "Drafters", "Output", "Training"  # sections of the help
 
 
@@ -101,7 +100,7 @@ class TuneConfig:
     freeze_embeddings: bool = setting(False, _TRAINING, "Do not train the embeddings, nor an output head tied to them.")
     depth: int = setting(8, _TRAINING, "Depth of the chains that the drafters should predict together.", low=1, high=64)
     top: int = setting(
-        TOP,
+        32,
         _DATA,
         "Number of most probable tokens stored of each distribution of the target.",
         low=1,

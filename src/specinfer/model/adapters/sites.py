@@ -29,7 +29,7 @@ class Site:
 
     Attributes:
         parts: The linear layers of the definition whose outputs it computes, in their order, as this rank has them.
-        interleaved: Whether their outputs alternate in blocks, see `fused.together`.
+        interleaved: Whether their outputs alternate in blocks, see `packing.together`.
     """
 
     parts: Mapping[str, Shape]

@@ -37,8 +37,8 @@ class PartKind:
         sum: Whether it is the first or the last of neighbouring parts whose results, normed one by one, are added up
             and normed once more before they are added, or None.
         sum_norm: The norm of that sum, for its last part.
-        num_missing: Number of the first linear layers that a layer lacks, from the last; see `LayerKind.parts_of`.
-        reads_again: Whether it reads what the part before it has read, whose norm is the same: see
+        num_missing: Number of the layers in `first` that a layer lacks, set by `LayerKind.parts_of`.
+        reads_again: Whether it has the norm of the part before it, and so reads what that part has read, set by
             `LayerKind.parts_of`.
     """
 
@@ -105,7 +105,10 @@ class LayerKind:
     head_cap: str | None = None
 
     def parts_of(self, layer: Any) -> list[PartKind]:
-        """Return the parts that a decoder layer has, with the linear layers that it has."""
+        """Return the parts that a decoder layer has, with the linear layers that it has.
+
+        `num_missing` and `reads_again` are set from the layer.
+        """
         parts: list[PartKind] = []
         for part in self.parts:
             first = tuple(name for name in part.first if find(layer, name) is not None)

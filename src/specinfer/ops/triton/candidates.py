@@ -53,7 +53,7 @@ def chunk_program(
 
 @triton.jit
 def chance_of(number, rank, confidence, meets, heights, slopes, num_points, num_ranks):
-    """Compute `ChanceTable.chance` of a candidate by the table of this number.
+    """Compute the probability that a candidate is accepted, by the table of this number in a `ChanceTable`.
 
     `meets` are the table's points, and infinite padding.
     """
