@@ -12,28 +12,30 @@ from specinfer.core.config import (
     parse_drafters,
     parse_select,
 )
+from specinfer.core.lookups import quoted_lookups
 from specinfer.core.rules import DRAFT_SAMPLINGS, RULES
 
 # ------------------------------------------------------------------------------- rules and drawings
 
 
 def test_every_rule_there_is_can_be_asked_for() -> None:
-    for rule, (drawings, *_) in RULES.items():
+    for rule, drawings in ((name, rule.draft_samplings) for name, rule in RULES.items()):
         assert SpeculativeConfig(verification=rule).draft_sampling == drawings[0], "a rule's own way of drawing"
         for drawing in drawings:
             assert SpeculativeConfig(verification=rule, draft_sampling=drawing).draft_sampling == drawing
 
 
 def test_the_rules_own_drawings() -> None:
-    assert {name: rule.draft_samplings[0] for name, rule in RULES.items()} == {
+    drawings = {
         "coupled": "shared-noise",
         "multi-step": "without-replacement",
         "traversal": "without-replacement",
         "target-only": "top-k",
     }
+    assert {name: RULES[name].draft_samplings[0] for name in drawings} == drawings
 
 
-@pytest.mark.parametrize("rule", ["multi-step", "traversal", "target-only"])
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "coupled"])
 def test_shared_noise_is_for_coupled_verification_only(rule: str) -> None:
     """A tree that knows the target's noise is a biased one to every other rule."""
     with pytest.raises(ValueError, match=r"^draft_sampling: 'shared-noise'") as error:
@@ -50,7 +52,7 @@ def test_a_named_drawing_is_refused_where_the_rule_is_chosen_later(drawing: str)
 
 @pytest.mark.parametrize("rule", ["", "Coupled", "typical", None, 3, ["coupled"]], ids=repr)
 def test_unknown_rules(rule: Any) -> None:
-    with pytest.raises(ValueError, match=r"^verification must be one of coupled, multi-step, traversal, target-only"):
+    with pytest.raises(ValueError, match=rf"^verification must be one of {', '.join(RULES)}, auto"):
         SpeculativeConfig(verification=rule)
 
 
@@ -88,14 +90,16 @@ def test_drafters() -> None:
 
 @pytest.mark.parametrize("names", [5, [None], ["a", 3], b"ab", {"a"}, {"a": 1}, True, [["a"]]], ids=repr)
 def test_drafters_that_are_no_names(names: Any) -> None:
-    with pytest.raises(ValueError, match=r'^drafters: .* is not a list of names; give "auto", .* and "suffix"$'):
+    with pytest.raises(
+        ValueError, match=rf'^drafters: .* is not a list of names; give "auto", .*{quoted_lookups("and")}$'
+    ):
         parse_drafters(names)
 
 
 @pytest.mark.parametrize(
     ("names", "part"),
     [
-        ([""], 'an empty name; .*"suffix"'),
+        ([""], f"an empty name; .*{quoted_lookups('and')}"),
         ("", "an empty name"),
         (["a", "a"], "a, a names a drafter twice"),
         (["ngram", "auto"], '"auto" stands alone'),

@@ -12,27 +12,29 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from interpreter import interpreted
-from reference import walks as reference_walks
+from reference import device as reference_device
 from specinfer.core.noise import UniformStream
 from specinfer.core.request import Request
-from specinfer.core.rules import random_rules
+from specinfer.core.rules import RULES
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Distribution, Draw, TokenTree
+from specinfer.ops import kernels
 from specinfer.ops.trees import Walk, WalkInputs
-from specinfer.ops.triton import multi_step, traversal
 from specinfer.verify import NAN, NO_VALID_TOKEN, Acceptance, verify
 from tiny import make_request
 from tree_cases import drawn_tree
 
 pytestmark = interpreted
-MULTI_STEP, TRAVERSAL = random_rules()  # a rule that is added needs its walk here
 RUNS = pytest.mark.parametrize(
     ("rule", "run"),
     [
-        pytest.param(MULTI_STEP, reference_walks.walk_multi_step, id="multi-step-twin"),
-        pytest.param(MULTI_STEP, multi_step.walk_multi_step, id="multi-step-kernel"),
-        pytest.param(TRAVERSAL, reference_walks.walk_traversal, id="traversal-twin"),
-        pytest.param(TRAVERSAL, traversal.walk_traversal, id="traversal-kernel"),
+        pytest.param(name, run, id=f"{name}-{kind}")
+        for name, rule in RULES.items()
+        if rule.gpu_walk is not None
+        for kind, run in (
+            ("twin", reference_device.OPERATIONS[rule.gpu_walk]),
+            ("kernel", kernels.kernel(rule.gpu_walk)),
+        )
     ],
 )
 VOCAB = 30

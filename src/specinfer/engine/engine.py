@@ -18,6 +18,7 @@ from specinfer.engine.timer import DeviceTimer
 from specinfer.model.runner import TargetRunner
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.rule_choice import RuleChoice
+from specinfer.verify import check_rule
 
 
 class Engine:
@@ -27,6 +28,9 @@ class Engine:
         verification: Verification rule; `core.rules` lists the draft samplings that it supports.
         executor: Executor for requests whose steps need no logits on the host, or None to serve all by ordinary
             steps.
+
+    Raises:
+        ValueError: The rule is not known, or names an algorithm or a walk that does not exist.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Engine:
         verification: str = "coupled",
         executor: DeviceExecutor | None = None,
     ) -> None:
+        check_rule(verification)
         self.target, self.drafter, self.scheduler = target, drafter, scheduler
         # Without draft tokens every rule is plain decoding.
         self.verification = verification if drafter is not None else "coupled"

@@ -14,7 +14,7 @@ from specinfer.verify.algorithms import (
     verify_multi_step,
     verify_traversal,
 )
-from specinfer.verify.batch import verify
+from specinfer.verify.batch import check_rule, verify
 
 __all__ = [
     "NAN",
@@ -23,6 +23,7 @@ __all__ = [
     "Probs",
     "RandomSource",
     "SeededSource",
+    "check_rule",
     "verify",
     "verify_coupled",
     "verify_multi_step",

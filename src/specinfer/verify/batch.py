@@ -11,15 +11,43 @@ from torch import Tensor
 from specinfer.core.request import Request
 from specinfer.core.rules import RULES, is_random
 from specinfer.core.tree import TokenTree
-from specinfer.ops import computing_alone
+from specinfer.ops import computing_alone, tree_ops
 from specinfer.ops.cpu import transfers
 from specinfer.ops.cpu.choice import choose_token
-from specinfer.ops.cpu.stochastic_walk import walk_stochastic
+from specinfer.ops.cpu.stochastic_walk import NUM_WALKS, walk_stochastic
 from specinfer.ops.cpu.walk import walk_trees
 from specinfer.ops.triton import runs_on
 from specinfer.verify.algorithms import Acceptance, Place, verify_coupled, verify_seeded
 from specinfer.verify.device_batch import verify_on_device
 from specinfer.verify.logits import adjust, is_adjusted, least_score, process_logits, temperature_of
+
+
+def check_rule(rule: str) -> None:
+    """Check that the algorithm and the walks that a rule names exist.
+
+    Args:
+        rule: One of `RULES`, or "auto".
+
+    Raises:
+        ValueError: There is no such rule, or it names what does not exist; the message says what to change.
+    """
+    if not is_random(rule):
+        return
+    own = RULES[rule]
+    try:
+        own.find_algorithm()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"verification: the algorithm {own.algorithm} of {rule!r} is not there ({error})") from error
+    if own.cpu_walk is not None and not 0 <= own.cpu_walk < NUM_WALKS:
+        raise ValueError(
+            f"verification: the native code has no walk {own.cpu_walk} for {rule!r}; add it to stochastic_walk.h, "
+            "raise NUM_WALKS and build again, or leave cpu_walk out"
+        )
+    if own.gpu_walk is not None and own.gpu_walk not in tree_ops.OPERATIONS:
+        raise ValueError(
+            f"verification: devices have no operation {own.gpu_walk!r} for {rule!r}; add it to tree_ops.OPERATIONS, or "
+            "leave gpu_walk out"
+        )
 
 
 @computing_alone()
@@ -99,7 +127,9 @@ def _walk_stochastic(cases: Sequence[_Case]) -> list[Acceptance]:
     _, logits, requests, trees = zip(*cases, strict=True)
     temperatures = [request.params.temperature for request in requests]
     states = [request.uniforms.state for request in requests]
-    walks = walk_stochastic(logits, trees, temperatures, [case.native_walk or 0 for case in cases], states)
+    numbers = [number for case in cases if (number := case.native_walk) is not None]
+    assert len(numbers) == len(cases)
+    walks = walk_stochastic(logits, trees, temperatures, numbers, states)
     for request, (_, _, state) in zip(requests, walks, strict=True):
         request.uniforms.state = state
     return [Acceptance(() if token < 0 else path, token) for path, token, _ in walks]

@@ -17,6 +17,8 @@ from specinfer.core.draws import POOL, DistributionPool, DrawnFrom, Draws, Ints
 from specinfer.core.tree import TokenTree
 from specinfer.ops.cpu.library import call
 
+NUM_WALKS = 2  # in stochastic_walk.h: 0 is multi-step, 1 is traversal
+
 
 class _StochasticWalks(ctypes.Structure):
     _fields_ = (
@@ -41,9 +43,10 @@ def walk_stochastic(
         logits: For each tree, [nodes, vocab] float32 on the CPU.
         trees: The trees.
         temperatures: For each tree, above 0.
-        walks: For each tree, the number of its rule's walk, as `core.rules` has it.
+        walks: For each tree, the number of its rule's walk, below `NUM_WALKS`.
         states: For each tree, the state of its random numbers.
     """
+    assert all(0 <= walk < NUM_WALKS for walk in walks)
     count, rows, arrays = len(trees), [one.contiguous() for one in logits], [tree.arrays for tree in trees]
     draws = [one.draws for one in arrays]
     first, first_draw = (
