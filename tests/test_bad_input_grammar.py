@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from hostile import BOMBS, CHAT, TEXT, TOKENIZE, Attack, Attacked
+from hostile import BOMBS, CHAT, MESSAGES, PROMPT, TEXT, TOKENIZE, Attack, Attacked
 from specinfer import LLM
 
 pytestmark = pytest.mark.usefixtures("small_demo")
-MESSAGES = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-PROMPT = {"prompt": "def f", "max_tokens": 4}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -61,47 +59,17 @@ def test_21_regular_expressions_that_are_none(server: Attacked) -> None:
 # 21, 24: what takes others exponential time
 def test_24_regular_expressions_that_take_others_long(server: Attacked) -> None:
     start = time.monotonic()
-    server.beside(
-        *(
-            structured("regex", value, (200, 400))
-            for value in (
-                "(a+)+b",
-                "(a|a)*c",
-                "(a|aa)+$",
-                "(.*)*x",
-                "((a{1,100}){1,100}){1,100}",
-                "(x+x+)+y",
-                ".{5000}",
-            )
-        )
-    )
+    values = ["(a+)+b", "(a|a)*c", "(a|aa)+$", "(.*)*x", "((a{1,100}){1,100}){1,100}", "(x+x+)+y", ".{5000}"]
+    server.beside(*(structured("regex", value, (200, 400)) for value in values))
     assert time.monotonic() - start < 30
 
 
 # 22
 def test_22_schemas_that_are_none(server: Attacked) -> None:
-    wrong = [
-        5,
-        "a",
-        [],
-        {"type": "nope"},
-        {"type": 5},
-        {"properties": 5},
-        {"$ref": "#/nope"},
-        {"$ref": "http://127.0.0.1/a"},
-    ]
-    wrong += [
-        {"type": "string", "pattern": "("},
-        {"enum": []},
-        {"allOf": 5},
-        {"not": {}},
-        {"type": "string", "minLength": 5, "maxLength": 1},
-    ]
-    wrong += [
-        {"type": "integer", "minimum": 5, "maximum": 1},
-        {"type": "number", "multipleOf": 0.123456789},
-        {"items": "a"},
-    ]
+    wrong: list[Any] = [5, "a", [], {"type": "nope"}, {"type": 5}, {"properties": 5}, {"$ref": "#/nope"}]
+    wrong += [{"$ref": "http://127.0.0.1/a"}, {"type": "string", "pattern": "("}, {"enum": []}, {"allOf": 5}]
+    wrong += [{"not": {}}, {"type": "string", "minLength": 5, "maxLength": 1}, {"items": "a"}]
+    wrong += [{"type": "integer", "minimum": 5, "maximum": 1}, {"type": "number", "multipleOf": 0.123456789}]
     server.beside(*map(schema, wrong))
     server.beside(
         *map(

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from hostile import CHAT, DETOKENIZE, TEXT, Attack, Attacked
+from hostile import CHAT, DETOKENIZE, MESSAGES, PROMPT, TEXT, Attack, Attacked
 from specinfer import LLM, RequestError
 from specinfer.core.sampling import MAX_LOGPROBS
 from tiny import save_model, save_tokenizer
 
 pytestmark = pytest.mark.usefixtures("small_demo")
-PROMPT = {"prompt": "def f", "max_tokens": 4}
-MESSAGES = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTS = (
     "n", "best_of", "seed", "priority", "max_tokens", "min_tokens", "top_k", "truncate_prompt_tokens", "logprobs",
@@ -54,20 +52,11 @@ def test_01_floats_that_are_no_numbers(server: Attacked, value: str) -> None:
 
 # 2
 def test_02_floats_out_of_range(server: Attacked) -> None:
-    server.beside(
-        asks({"temperature": 999999}),
-        asks({"temperature": -1}),
-        asks({"temperature": 1e308}),
-        asks({"top_p": -1}),
-        asks({"top_p": 1.0001}),
-        asks({"min_p": -0.1}),
-        asks({"min_p": 1.1}),
-        asks({"repetition_penalty": 0}),
-        asks({"repetition_penalty": -1}),
-        asks({"repetition_penalty": 1e-30}),
-        asks({"presence_penalty": 2.1}),
-        asks({"frequency_penalty": -2.1}),
-    )
+    wrong: dict[str, tuple[float, ...]] = {
+        "temperature": (999999, -1, 1e308), "top_p": (-1, 1.0001), "min_p": (-0.1, 1.1),
+        "repetition_penalty": (0, -1, 1e-30), "presence_penalty": (2.1,), "frequency_penalty": (-2.1,),
+    }  # fmt: skip
+    server.beside(*(asks({name: value}) for name, values in wrong.items() for value in values))
 
 
 # 2: at the ends of their ranges they work
@@ -94,7 +83,7 @@ def test_03_too_many_outputs(server: Attacked) -> None:
 # 4
 def test_04_biases(server: Attacked) -> None:
     size = server.llm.target.loaded.vocab_size
-    keys = (
+    keys = [
         str(size),
         str(2**31),
         str(2**63),
@@ -106,7 +95,7 @@ def test_04_biases(server: Attacked) -> None:
         "0x1",
         " 1",
         "\u0661\u0662\u0663\u0664",
-    )
+    ]
     server.beside(
         *(asks({"logit_bias": {key: 1}}) for key in keys),
         asks({"logit_bias": {str(i): 1 for i in range(20_000)}}),

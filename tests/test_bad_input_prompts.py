@@ -9,11 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from hostile import CHAT, DETOKENIZE, TEXT, TOKENIZE, Attack, Attacked, check_refusal
+from hostile import CHAT, DETOKENIZE, MESSAGES, TEXT, TOKENIZE, Attack, Attacked, check_refusal
 from specinfer import LLM
 
 pytestmark = pytest.mark.usefixtures("small_demo")
-MESSAGES = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 JSON = {"content-type": "application/json"}
 LONG_TEXTS = {
     "one character": "a" * 1_000_000,

@@ -14,6 +14,7 @@ from specinfer.engine.commit import Committer
 from specinfer.engine.host_executor import HostExecutor
 from specinfer.engine.host_step import HostStep
 from specinfer.model.kv_cache import OutOfSlotsError
+from tests.server.pressure.soak import agree
 
 pytestmark = pytest.mark.usefixtures("small_demo")
 CODE = "def read(self, size):\n    "
@@ -69,17 +70,6 @@ def choices(answer: Any) -> Any:
     return answer.json()["choices"]
 
 
-def nearly(left: Any, right: Any) -> bool:
-    """Equal, numbers but for their last digits."""
-    if isinstance(left, float) and isinstance(right, float):
-        return abs(left - right) <= 1e-4 * max(1.0, abs(left))
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(nearly(left[key], right[key]) for key in left)
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(nearly, left, right))
-    return bool(left == right)
-
-
 @pytest.mark.parametrize("name", ASKED)
 def test_49_to_53_guesses_change_nothing(server: Attacked, name: str) -> None:
     body = {"prompt": CODE, "seed": 11, "temperature": 0.9, "max_tokens": 24, "return_token_ids": True} | ASKED[name]
@@ -87,7 +77,7 @@ def test_49_to_53_guesses_change_nothing(server: Attacked, name: str) -> None:
         *(Attack(body | {"speculative": {"tree": tree}}, 200) for tree in ("off", *TREES)),
     )
     for answer in guessed:
-        assert nearly(choices(answer), choices(plain))
+        assert agree(choices(answer), choices(plain), 1e-4, 1e-4)
 
 
 # 53: up to the very end of the context

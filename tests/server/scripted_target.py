@@ -3,7 +3,9 @@
     with scripted(['<tool_call>\n{"name": "read", "arguments": {}}\n</tool_call>', "Done."], drafters="ngram") as llm:
         ...  # an LLM like any other: call it, or serve it with `serving.serve` or `serving.served_on_port`
 
-    python tests/server/scripted_target.py turns.json --port 8123 --template thinking   # turns.json: ["...", "..."]
+    PYTHONPATH=tests/support python -m tests.server.scripted_target turns.json --port 8123 --template thinking
+
+The file turns.json is a list of texts, such as ["...", "..."].
 
 Drafters, trees, grammars, samplers and parsers are the real ones. Only the logits of each node of a token tree are made
 here: the next token of the script is all but certain wherever the output so far agrees with it, and the end elsewhere.

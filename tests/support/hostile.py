@@ -24,6 +24,8 @@ from specinfer.server.stream import ANTHROPIC, OLLAMA, OPENAI, dialect_of
 T = TypeVar("T")
 CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 PATIENCE = 60.0
+PROMPT = {"prompt": "def f", "max_tokens": 4}
+MESSAGES = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 # Schemas that are costly to compile.
 BOMBS = {
     "patterns of one string": {"allOf": [{"type": "string", "pattern": f"a{{{i},}}.*b"} for i in range(1, 201)]},

@@ -10,6 +10,7 @@ through the same application, one request after the other.
 
 import asyncio
 import json
+import math
 import os
 import random
 import re
@@ -87,14 +88,15 @@ def response_of(body: Body) -> list[Any]:
     return json.loads(json.dumps(answer))  # type: ignore[no-any-return]
 
 
-def agree(got: Any, want: Any) -> bool:
+def agree(got: Any, want: Any, absolute: float = 1e-3, relative: float = 0.0) -> bool:
     """Log-probabilities may differ in their last digits, as sums depend on the shape of a pass; nothing else may."""
     if isinstance(got, float) and isinstance(want, float):
-        return abs(got - want) < 1e-3
+        return math.isclose(got, want, abs_tol=absolute, rel_tol=relative)
     if isinstance(got, dict) and isinstance(want, dict):
-        return got.keys() == want.keys() and all(agree(got[key], want[key]) for key in got)
+        return got.keys() == want.keys() and all(agree(got[key], want[key], absolute, relative) for key in got)
     if isinstance(got, list) and isinstance(want, list):
-        return len(got) == len(want) and all(map(agree, got, want))
+        pairs = zip(got, want, strict=False)
+        return len(got) == len(want) and all(agree(a, b, absolute, relative) for a, b in pairs)
     return bool(got == want)
 
 
