@@ -52,7 +52,7 @@ class OffloadConfig(ThroughputConfig):
     max_tokens: int = setting_of(SharedSettings, "max_tokens", default=32)
     repeats: int = setting_of(LabSettings, "repeats", default=1)
     disk_seconds: float = setting(
-        1.0, "Sampling", "Duration of each disk read measurement before and after each run.", low=0, above=True
+        1.0, "Sampling", "Duration of each disk read measurement before and after each run.", low=0, low_open=True
     )
 
 

@@ -51,7 +51,9 @@ class SimulationConfig(PlanConfig):
     link_bandwidth: str = setting("1Gbit", _PANEL, "Network bandwidth of each machine.", metavar="RATE")
     inner_latency: str = setting("20us", _PANEL, "Latency between devices of a machine.", metavar="TIME")
     inner_bandwidth: str = setting("10GB/s", _PANEL, "Bandwidth between devices of a machine.", metavar="RATE")
-    scale: float = setting(1.0, _PANEL, "Speed of each device relative to this machine.", low=0, high=1e6, above=True)
+    scale: float = setting(
+        1.0, _PANEL, "Speed of each device relative to this machine.", low=0, high=1e6, low_open=True
+    )
     memory_bandwidth: str | None = setting(
         None, _PANEL, "Memory bandwidth of each device. (default: by --scale)", metavar="RATE"
     )

@@ -42,7 +42,7 @@ def test_the_wait_for_the_next_test_begins_anew_when_speculation_was_on() -> Non
     assert policy.budgets(alone)[0].max_nodes
     num_plain, budgets = _plain_steps(policy, full)
     assert budgets[0] == TEST
-    assert num_plain == policy.RETRY - 1
+    assert num_plain == policy.TEST_EVERY - 1
 
 
 def test_trees_are_chosen_for_the_contexts_of_the_step_itself() -> None:
@@ -69,9 +69,9 @@ def test_the_request_that_takes_least_to_read_is_tested() -> None:
 def test_a_batch_whose_rows_cost_as_much_as_its_tokens_save_has_no_drafter_read_for_a_test() -> None:
     """Also at length: there the drafter can show nothing that would change the choice."""
     policy, batch = AutoPolicy(make_costs(GROWING, read_token=0.1)), [make_span() for _ in range(100)]
-    assert all(policy.budgets(batch) == [OFF] * 100 for _ in range(3 * policy.RETRY))
+    assert all(policy.budgets(batch) == [OFF] * 100 for _ in range(3 * policy.TEST_EVERY))
     policy.costs.adopt(Curve([1, 512, 1024], [16.0, 16.0, 32.0]))  # the machine changed
-    assert any(policy.budgets(batch) != [OFF] * 100 for _ in range(policy.RETRY))
+    assert any(policy.budgets(batch) != [OFF] * 100 for _ in range(policy.TEST_EVERY))
 
 
 @pytest.mark.parametrize(("draft_level", "waits"), [(0.2, 50), (2.0, 400), (50.0, 1000)])
@@ -102,7 +102,7 @@ def test_a_prompt_that_seems_too_expensive_to_read_is_read_now_and_then() -> Non
     """The price of reading may be wrong, and only reading shows it. The shortest prompt is tried."""
     policy = AutoPolicy(make_costs(read_token=50.0))
     long, short = make_span(length=1000), make_span(length=100)
-    assert _plain_steps(policy, [long, short]) == (policy.MAX_RETRY - 1, [OFF, TEST])
+    assert _plain_steps(policy, [long, short]) == (policy.MAX_TEST_EVERY - 1, [OFF, TEST])
     for _ in range(20):
         policy.observe(make_record(num_rows=4, num_guessed=3, num_levels=3, num_read=100, draft_time=0.1), [RIGHT])
     assert policy.optimizer.pays_to_read(long.request, 2)
@@ -120,7 +120,7 @@ def test_steps_whose_passes_were_captured_do_not_change_the_costs() -> None:
 def test_a_drafter_that_became_cheap_is_used_again() -> None:
     policy, span = AutoPolicy(make_costs(draft_level=5.0)), make_span()
     chosen = []
-    for _ in range(60 * policy.RETRY):
+    for _ in range(60 * policy.TEST_EVERY):
         (budget,) = policy.budgets([span])
         chosen.append(budget)
         if budget == OFF:
@@ -129,7 +129,7 @@ def test_a_drafter_that_became_cheap_is_used_again() -> None:
             step = make_record(num_rows=4, num_guessed=3, num_levels=3, draft_time=0.003)
             policy.observe(step, [RIGHT])
     assert chosen[0] == OFF
-    assert OFF not in chosen[-2 * policy.RETRY :]
+    assert OFF not in chosen[-2 * policy.TEST_EVERY :]
     assert chosen[-1].max_depth > 2
 
 

@@ -40,7 +40,7 @@ from tiny import make_request, random_prompts
 
 CPU = torch.device("cpu")
 Pair = tuple[LoadedModel, LoadedModel]  # a target and a drafter
-# Ordinary steps whose trees grow level by level, such with a program for all levels, and steps on the device.
+# Host steps whose trees grow level by level, such with a program for all levels, and steps on the device.
 WAYS: tuple[dict[str, bool], ...] = (
     {"has_device_executor": False},
     {"has_device_executor": False, "has_draft_programs": True},
@@ -104,7 +104,7 @@ def make_device_engine(
     """An engine with a device executor, or one without it that is alike in all else.
 
     Args:
-        has_draft_programs: Whether a program grows all trees of an ordinary step.
+        has_draft_programs: Whether a program grows all trees of a host step.
         small: Drafters. Those that store no keys and values are copies of the target.
         takes_adapters: Whether copies draft with the adapters of requests.
         is_sparse: Whether copies attend to a part of the context.

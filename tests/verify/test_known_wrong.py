@@ -117,13 +117,13 @@ def _nothing_taken_out(left: Probs, *_: Any) -> Probs:
 
 
 def _weight_forgotten(left: Probs, *args: Any) -> Probs:
-    return verify_less(left / left.sum(), *args)
+    return verify_residual(left / left.sum(), *args)
 
 
-verify_less = algorithms.less
+verify_residual = algorithms.residual
 WRONG_RULES: dict[str, tuple[tuple[Rule, ...], str, Callable[..., Any]]] = {
-    "residual not updated": (RULES, "less", _nothing_taken_out),
-    "residual of the whole distribution": ((verify_traversal,), "less", _weight_forgotten),
+    "residual not updated": (RULES, "residual", _nothing_taken_out),
+    "residual of the whole distribution": ((verify_traversal,), "residual", _weight_forgotten),
     "coin without the draft's distribution": (RULES, "weight_of", lambda *_: Fraction(1)),
 }
 

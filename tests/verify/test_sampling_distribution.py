@@ -199,7 +199,7 @@ def test_every_arm_often(arm: Arm, counts_of: Any, joint_of: Any) -> None:
 
 
 class AfterTheFirst(FixedPolicy):
-    """Wants no tree for the first token, which an ordinary step generates."""
+    """Wants no tree for the first token, which a host step generates."""
 
     def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         budgets = zip(spans, super().budgets(spans), strict=True)
@@ -284,7 +284,7 @@ def _accepts_by_p_alone(self: SeededSource, p: float, q: float) -> bool:
 
 
 BAD: dict[str, tuple[Any, str, Any]] = {
-    "residual not updated": (algorithms, "less", _nothing_taken_out),
+    "residual not updated": (algorithms, "residual", _nothing_taken_out),
     "wrong coin": (SeededSource, "accepts", _accepts_by_p_alone),
 }
 

@@ -45,7 +45,7 @@ class EngineConfig:
         "Share of the memory of a GPU that weights and KV caches may take. (default: 0.8 of what the weights leave)",
         low=0,
         high=1,
-        above=True,
+        low_open=True,
     )
 
     def __post_init__(self) -> None:

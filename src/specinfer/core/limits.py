@@ -10,7 +10,7 @@ from specinfer.core.options import check_settings, setting
 
 _NAMES = ("ttft", "tpot")
 _LIMITS = "Limits"  # section of the help
-_SECONDS: dict[str, Any] = {"low": 0, "high": 1e9, "above": True}
+_SECONDS: dict[str, Any] = {"low": 0, "high": 1e9, "low_open": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ class Flag:
         metavar: Name of the value in the help.
         choices: Allowed values, or () if they are checked in another way.
         low, high: Least and largest number, or None without a limit.
-        above: Whether `low` itself is not allowed.
+        low_open: Whether `low` itself is not allowed.
         old_name: Former name of the field, accepted with a warning.
         variable: Environment variable that sets the flag of every command.
         is_negated: Whether the flag switches the setting off.
@@ -39,7 +39,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     low: float | None = None
     high: float | None = None
-    above: bool = False
+    low_open: bool = False
     old_name: str | None = None
     variable: str | None = None
     is_negated: bool = False
@@ -67,7 +67,7 @@ class Flag:
         if self.low is None or (str in kinds and isinstance(value, str)):  # text is checked where it is parsed
             return
         if float in kinds:
-            check_float(name, value, self.low, math.inf if self.high is None else self.high, low_open=self.above)
+            check_float(name, value, self.low, math.inf if self.high is None else self.high, low_open=self.low_open)
         else:
             check_int(name, value, int(self.low), None if self.high is None else int(self.high))
 

@@ -57,7 +57,7 @@ class StepRecord:
     verify_time: float = 0.0  # part of `target_time` after the pass was called; on a GPU this includes the wait for it
     num_context: int = 0  # tokens before those of the pass, whose keys and values it reads
     is_first_of_size: bool = False  # a pass of the target or a drafter was captured, which took most of the time
-    is_on_device: bool = False  # a step on the device, not an ordinary one
+    is_on_device: bool = False  # a step on the device, not a host step
     prompts: PromptCounts = NO_PROMPTS
 
     @classmethod

@@ -23,21 +23,21 @@ _MAX_RENAMED = 0.05  # share of tokens that fine-tuning may have renamed or adde
 
 
 @dataclass(frozen=True, slots=True)
-class SmallModel:
+class DraftModel:
     """A drafter that is a model, and the vocabulary that maps its tokens to the target's."""
 
     loaded: LoadedModel
     vocabulary: Vocabulary
 
 
-def load_small(
+def load_draft_model(
     name: str,
     folder: Path,
     target: LoadedModel,
     tokenizer: Any,
     quantization: str | None,
     offload: OffloadConfig | None = None,
-) -> SmallModel:
+) -> DraftModel:
     """Load the model in a folder on the target's device; with a token map its head computes only those tokens' logits.
 
     A head on the target's hidden states is loaded too.
@@ -53,7 +53,7 @@ def load_small(
     """
     if name in SELF_DRAFTERS:
         loaded = load_self(name, target, offload or OffloadConfig())
-        return SmallModel(loaded, SharedVocabulary(target.vocab_size, target.vocab_size, None))
+        return DraftModel(loaded, SharedVocabulary(target.vocab_size, target.vocab_size, None))
     if quantization is None and target.device.type == "cpu" and folder != target.folder:
         quantization = _usual_quantization(folder)
     if reads_target(name, folder):
@@ -62,7 +62,7 @@ def load_small(
         loaded = load_head(folder, target, quantization)
         assert isinstance(loaded.model, FeatureHead)
         kind = NextTokens if loaded.model.reads_pairs else SharedVocabulary
-        return SmallModel(loaded, kind(target.vocab_size, target.vocab_size, loaded.token_map))
+        return DraftModel(loaded, kind(target.vocab_size, target.vocab_size, loaded.token_map))
     try:
         config = load_config(folder)
         vocab_size = min(target.vocab_size, config.get_text_config().vocab_size)
@@ -76,7 +76,7 @@ def load_small(
     vocabulary = find_vocabulary(
         name, tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size, loaded.token_map
     )
-    return SmallModel(loaded, vocabulary)
+    return DraftModel(loaded, vocabulary)
 
 
 def reads_target(name: str, folder: Path) -> bool:

@@ -38,10 +38,18 @@ class Committer:
         self._last_end = clock.last
         if outcomes:  # otherwise all requests had ended, and there is nothing to learn
             record = StepRecord.from_step(
-                [outcome.span for outcome in outcomes], [outcome.tree for outcome in outcomes], num_generated,
-                result.num_read, clock.seconds, result.num_budgeted, result.waiting_time, result.num_levels,
-                result.is_first_of_size, bool(result.device_seconds), prompts,
-            )  # fmt: skip
+                [outcome.span for outcome in outcomes],
+                [outcome.tree for outcome in outcomes],
+                num_generated,
+                result.num_read,
+                clock.seconds,
+                num_budgeted=result.num_budgeted,
+                waiting_time=result.waiting_time,
+                num_model_levels=result.num_model_levels,
+                is_first_of_size=result.is_first_of_size,
+                is_on_device=bool(result.device_seconds),
+                prompts=prompts,
+            )
             clock.end(record)
             self._learners.on_step(
                 record,

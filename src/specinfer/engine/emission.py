@@ -130,7 +130,7 @@ def step_logprobs(
     return logprobs
 
 
-def reads_prompt(span: Span) -> bool:
+def scores_prompt(span: Span) -> bool:
     """Return whether the rows of this span give log-probabilities of prompt tokens that the request asked for."""
     request = span.request
     return request.lacks_prompt_logprobs and len(request.prompt_logprobs) <= span.end

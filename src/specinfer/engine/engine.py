@@ -26,7 +26,7 @@ class Engine:
 
     Args:
         verification: Verification rule; `core.rules` lists the draft samplings that it supports.
-        executor: Executor for requests whose steps need no logits on the host, or None to serve all by ordinary
+        executor: Executor for requests whose steps need no logits on the host, or None to serve all by host
             steps.
 
     Raises:

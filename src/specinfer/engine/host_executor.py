@@ -17,7 +17,7 @@ from specinfer.core.request import Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.merge.merged import reads_prompts
-from specinfer.engine.emission import reads_prompt, step_logprobs
+from specinfer.engine.emission import scores_prompt, step_logprobs
 from specinfer.engine.ending import Endings
 from specinfer.engine.executor import Outcome, StepResult
 from specinfer.engine.host_step import HostStep, logits_by_tree, pieces_of
@@ -220,7 +220,7 @@ class HostExecutor:
         if self.target.capacity is None:
             return num_slots
         num_known = sum(span.end - span.start for span in spans)
-        num_prompt_logprobs = sum(span.end - span.start for span in spans if reads_prompt(span))
+        num_prompt_logprobs = sum(span.end - span.start for span in spans if scores_prompt(span))
         return min(num_slots, self.target.capacity.max_guesses(num_known, num_prompt_logprobs))
 
     def _outcomes(

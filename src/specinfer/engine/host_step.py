@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specinfer.core.request import Span
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.engine.emission import note_prompt, reads_prompt
+from specinfer.engine.emission import note_prompt, scores_prompt
 from specinfer.engine.timer import StageClock
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import KVCache
@@ -31,7 +31,7 @@ class HostStep:
         clock: Clock of the time spent on this group alone.
         waited: Seconds that passes had waited for weights when this one began.
         num_programs: Passes that had been captured before it was drafted.
-        reads_prompt: For each span, whether the pass has logits for log-probabilities of its prompt. Another output of
+        scores_prompt: For each span, whether the pass has logits for log-probabilities of its prompt. Another output of
             the prompt may add these first.
         target_pass: The pass, or None if it could not begin; then `error` is raised when it is to be finished.
     """
@@ -45,16 +45,16 @@ class HostStep:
     target_pass: Pass | None = None
     error: Exception | None = None
     trees: Sequence[TokenTree | None] = field(init=False)
-    reads_prompt: Sequence[bool] = field(init=False)
+    scores_prompt: Sequence[bool] = field(init=False)
 
     def __post_init__(self) -> None:
         self.trees = [span.tree() for span in self.spans]
-        self.reads_prompt = [reads_prompt(span) for span in self.spans]
+        self.scores_prompt = [scores_prompt(span) for span in self.spans]
 
     def add(self, spans: Sequence[Span]) -> None:
         """Add spans without draft tokens to a step that has not begun."""
         self.spans, self.trees = [*self.spans, *spans], [*self.trees, *(span.tree() for span in spans)]
-        self.reads_prompt = [*self.reads_prompt, *map(reads_prompt, spans)]
+        self.scores_prompt = [*self.scores_prompt, *map(scores_prompt, spans)]
 
     @property
     def num_guessed(self) -> int:
@@ -76,7 +76,7 @@ class HostStep:
 def pieces_of(step: HostStep, cache: KVCache) -> list[Piece]:
     """Reserve slots for the new tokens of a step, and return what the model gets for each span."""
     pieces = []
-    for span, tree, reads in zip(step.spans, step.trees, step.reads_prompt, strict=True):
+    for span, tree, reads in zip(step.spans, step.trees, step.scores_prompt, strict=True):
         request_id = span.request.request_id
         num_new = span.end - span.start + (tree.num_guessed if tree else 0)
         slots = cache.reserve(request_id, num_new)
@@ -95,7 +95,7 @@ def logits_by_tree(step: HostStep, logits: Tensor) -> list[Tensor]:
     Requests that ended while the pass was in flight are skipped.
     """
     rows, start = [], 0
-    for span, tree, reads in zip(step.spans, step.trees, step.reads_prompt, strict=True):
+    for span, tree, reads in zip(step.spans, step.trees, step.scores_prompt, strict=True):
         num_tree = len(tree) if tree else 0
         if reads:
             num_before = span.end - span.start - (1 if tree else 0)

@@ -58,7 +58,7 @@ class Recovery:
         """Let the requests of an executor continue on the host; after repeated failures it gets no more."""
         executor.abandon()
         self._num_failed[executor] += 1
-        logger.error("a step on the device failed; its requests go on with ordinary steps", exc_info=error)
+        logger.error("a step on the device failed; its requests go on with host steps", exc_info=error)
         if isinstance(error, CaptureError) or self._num_failed[executor] >= MAX_FAILED_STEPS:
             logger.warning("no more steps are taken on the device: %s", first_line(error))
             self._executors.remove(executor)

@@ -36,11 +36,12 @@ class AutoPolicy:
     """
 
     REVIEW = 8  # steps between choices for the same number of requests, because choosing costs time too
-    RETRY = 50  # steps without speculation before one step tests whether it would be worthwhile, for whatever reason
-    MAX_RETRY = 1000  # the same where a test costs more than `TEST_SHARE` of the time of fewer steps
+    TEST_EVERY = 50  # steps without speculation, for whatever reason, before one tests whether it would be worthwhile
+    MAX_TEST_EVERY = 1000  # the same where a test costs more than `TEST_SHARE` of the time of fewer steps
     TEST_SHARE = 0.01
     TEST_REVIEW = 10  # steps between looks at whether a test is due
-    CHECK, CHECKS = 64, 2  # steps with trees after which steps without show what they cost, and the number of these
+    CHECK_EVERY = 64  # steps with trees after which steps without show what they cost
+    NUM_CHECKS = 2  # the number of these
     CLEAR = 1.25  # gain from which that could not change the choice
     PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
     DELAY = 0.03  # share of the time to a first token by which trees of others may delay it
@@ -63,7 +64,7 @@ class AutoPolicy:
         self._budget = OFF
         self._num_steps = 0
         self._num_plain, self._plain_seconds = 0, 0.0  # steps since the last draft tokens, and their time
-        self._num_trees = self.CHECK - self.REVIEW  # steps since the cost of those without trees was seen
+        self._num_trees = self.CHECK_EVERY - self.REVIEW  # steps since the cost of those without trees was seen
         self._num_requests = self._age = 0  # those of the last choice
         self._remeasurement: Remeasurement | None = None  # under way
         self._pause = 0.0  # seconds of steps until passes may be measured again
@@ -125,7 +126,7 @@ class AutoPolicy:
                     return [OFF] * len(spans)
                 return [budget if is_worthwhile else OFF for is_worthwhile in pays]
         self._num_plain += 1
-        if self._num_plain >= self.RETRY and self._num_plain % self.TEST_REVIEW == 0 and self._may_test(spans):
+        if self._num_plain >= self.TEST_EVERY and self._num_plain % self.TEST_REVIEW == 0 and self._may_test(spans):
             self._num_plain, self._plain_seconds = 0, 0.0
             return self._for_one(spans, TreeBudget.expansion((1, 1)))
         budget = self._lookups.budget(spans)
@@ -134,16 +135,16 @@ class AutoPolicy:
     def _must_check(self, num_requests: int) -> bool:
         """Return whether this step has no trees, to show what such steps cost, since that could change the choice."""
         self._num_trees += 1
-        if self._num_trees <= self.CHECK or self.optimizer.gain(num_requests) > self.CLEAR:
+        if self._num_trees <= self.CHECK_EVERY or self.optimizer.gain(num_requests) > self.CLEAR:
             return False
-        if self._num_trees >= self.CHECK + self.CHECKS:
+        if self._num_trees >= self.CHECK_EVERY + self.NUM_CHECKS:
             self._num_trees = 0
         return True
 
     def _may_test(self, spans: Sequence[Span]) -> bool:
         """Return whether a step may test the drafter: it costs little of the time, and could change the choice."""
         seconds = self.optimizer.seconds_to_test(min(num_to_read(span.request) for span in spans))
-        is_cheap = seconds <= self.TEST_SHARE * self._plain_seconds or self._num_plain >= self.MAX_RETRY
+        is_cheap = seconds <= self.TEST_SHARE * self._plain_seconds or self._num_plain >= self.MAX_TEST_EVERY
         return is_cheap and self.optimizer.could_pay(len(spans))
 
     def _delays_first_token(self, spans: Sequence[Span]) -> bool:
@@ -182,14 +183,14 @@ class AutoPolicy:
         self._pause -= seconds
         self.planner.observe(step)
         self._plain_seconds += seconds
-        reads_prompt = step.num_rows != len(outcomes) + step.num_guessed
+        has_prompt_tokens = step.num_rows != len(outcomes) + step.num_guessed
         if not step.is_first_of_size:  # otherwise its time is mostly that of a capture
-            learn = self.costs.observe_prompts if reads_prompt else self.costs.observe
+            learn = self.costs.observe_prompts if has_prompt_tokens else self.costs.observe
             learn(step)
-            if self._remeasurement is not None and not reads_prompt:
+            if self._remeasurement is not None and not has_prompt_tokens:
                 self._remeasurement.observe(self.costs.without_context(step))
         if self._lookups.names and not step.num_model_levels:
-            if not reads_prompt:
+            if not has_prompt_tokens:
                 self._lookups.observe(step, [acceptance for _, acceptance in outcomes])
         else:
             for tree, acceptance in outcomes:

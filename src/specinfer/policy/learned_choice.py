@@ -32,7 +32,7 @@ _MEMORY = 0.98  # decay per step of the correction for all requests, about fifty
 _OWN_MEMORY = 0.9  # the same for one request
 _PRIOR = 8.0  # expected accepted tokens at which the observation gets half the weight
 _DOUBT = 40.0  # the same for the correction of everything
-_USUAL = 3.0  # draft tokens accepted in an ordinary step
+_USUAL = 3.0  # draft tokens accepted in a usual step
 # The best of many estimates is often an overestimate: a configuration other than the usual one must promise this much
 # more. The usual one follows from the last twenty steps of all requests.
 _CLEARLY, _CALM = 1.15, 0.95

@@ -1,6 +1,6 @@
 """Measurement of target passes while requests are decoded, after the speed of the machine has changed.
 
-Ordinary steps show the time of passes of one size only, so they scale the whole curve. But another speed of the memory
+Usual steps show the time of passes of one size only, so they scale the whole curve. But another speed of the memory
 changes small passes, and another speed of computing large ones. So a few steps have trees of other sizes, from none
 until a pass takes clearly longer. Trees of any size are exact, and their tokens are not lost.
 

@@ -83,8 +83,8 @@ class RuleChoice:
 
     def on_step(self, record: StepRecord) -> None:
         unreported, self._unreported = self._unreported, []
-        reads_prompt = record.num_rows != record.num_requests + record.num_guessed
-        if reads_prompt or record.is_first_of_size:
+        has_prompt_tokens = record.num_rows != record.num_requests + record.num_guessed
+        if has_prompt_tokens or record.is_first_of_size:
             return
         shared = record.time - sum(seconds for _, _, seconds in unreported)
         for rule in self.RULES:

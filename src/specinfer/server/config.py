@@ -114,10 +114,10 @@ class ServerConfig:
         low=1,
     )
     body_timeout: float = setting(
-        30.0, _LIMITS, "Time limit for receiving headers, and again for a body, in seconds.", above=True, **_DAY
+        30.0, _LIMITS, "Time limit for receiving headers, and again for a body, in seconds.", low_open=True, **_DAY
     )
     keep_alive_timeout: float = setting(
-        10.0, _LIMITS, "Time until an idle connection is closed, in seconds.", above=True, **_DAY
+        10.0, _LIMITS, "Time until an idle connection is closed, in seconds.", low_open=True, **_DAY
     )
     max_tree_nodes: int | None = setting(
         None,

@@ -13,7 +13,7 @@ from specinfer.core.progress import ProgressCallback
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.dialect_choice import choose_dialect
 from specinfer.drafters.feature_drafter import HeadRunner
-from specinfer.drafters.loading import load_small
+from specinfer.drafters.loading import load_draft_model
 from specinfer.drafters.remote.drafter import RankLink, RemoteModel
 from specinfer.drafters.remote.placement import DrafterPlacement
 from specinfer.drafters.remote.process import start_ranks
@@ -110,7 +110,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         tokenizer = load_tokenizer(target.folder) if args.tokenizer is None else find_tokenizer(args.tokenizer, target)
         remote = {} if ranks is None else _remote_models(ranks, plan.placement)
         small = {
-            name: load_small(name, path, target, tokenizer, args.drafter_quantization, settings.offload)
+            name: load_draft_model(name, path, target, tokenizer, args.drafter_quantization, settings.offload)
             for name, path in drafters.items()
             if path is not None and name not in remote
         }

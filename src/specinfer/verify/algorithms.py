@@ -121,12 +121,12 @@ def verify_multi_step(tree: TokenTree, probs_at: Callable[[int], Probs | None], 
     while True:
         left = probs_at(node)
         if left is None:
-            return before_last(tree, path)
+            return ended_by_last(tree, path)
         for draw in tree.candidates[node]:
             weights, token = weights_of(draw), tree.tokens[draw.node]
             accepted = source.accepts(left[token], weight_of(draw, weights, token))
             if not accepted:
-                rest = less(left, draw, weights, token)
+                rest = residual(left, draw, weights, token)
                 total = rest.sum()
                 accepted = not total > 0  # acceptance was certain up to rounding
             if accepted:
@@ -170,7 +170,7 @@ def verify_traversal(tree: TokenTree, probs_at: Callable[[int], Probs | None], s
             if len(path) > 1 and not tree.candidates[node]:
                 distribution = probs_at(node)
             return (
-                before_last(tree, path[1:])
+                ended_by_last(tree, path[1:])
                 if distribution is None
                 else Acceptance(tuple(path[1:]), source.sample(distribution))
             )
@@ -182,7 +182,7 @@ def verify_traversal(tree: TokenTree, probs_at: Callable[[int], Probs | None], s
         tried[-1] += 1
         distribution = distributions[-1]
         assert distribution is not None  # it had a draw
-        rest = less(distribution * weights[-1], draw, weights_of(draw), tree.tokens[draw.node])
+        rest = residual(distribution * weights[-1], draw, weights_of(draw), tree.tokens[draw.node])
         total = rest.sum()
         if total > 0:
             distributions[-1] = rest / total
@@ -191,7 +191,7 @@ def verify_traversal(tree: TokenTree, probs_at: Callable[[int], Probs | None], s
             weights[-1] = 0 * weights[-1]
 
 
-def before_last(tree: TokenTree, path: Sequence[int]) -> Acceptance:
+def ended_by_last(tree: TokenTree, path: Sequence[int]) -> Acceptance:
     """Return the same tokens with the last one as the next token, because no token can follow it."""
     return Acceptance(tuple(path[:-1]), tree.tokens[path[-1]])
 
@@ -207,7 +207,7 @@ def weight_of(draw: Draw, weights: Probs | None, token: int) -> Any:
     return weights[draw.distribution.token_ids == token][0]
 
 
-def less(left: Probs, draw: Draw, weights: Probs | None, token: int) -> Probs:
+def residual(left: Probs, draw: Draw, weights: Probs | None, token: int) -> Probs:
     """Return what a rejected draw leaves, [vocab]: (left - distribution of the draw), at least 0."""
     rest = left.copy()
     if draw.distribution is None or weights is None:

@@ -14,7 +14,7 @@ from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
-from specinfer.drafters.loading import SmallModel, load_small
+from specinfer.drafters.loading import DraftModel, load_draft_model
 from specinfer.drafters.merge.scoring import Scoring
 from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter
 from specinfer.engine.engine import Engine
@@ -58,10 +58,10 @@ def mapped(model_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., P
 
 
 @pytest.fixture
-def small(mapped: Callable[..., Path], model_folder: Callable[..., Path]) -> Callable[..., SmallModel]:
-    def load(quantization: str | None = None, **changes: Any) -> SmallModel:
+def small(mapped: Callable[..., Path], model_folder: Callable[..., Path]) -> Callable[..., DraftModel]:
+    def load(quantization: str | None = None, **changes: Any) -> DraftModel:
         target = load_model(model_folder("llama", tokenizer=True, eos_token_id=EOS, **changes), "auto", CPU)
-        return load_small("small", mapped(**changes), target, make_tokenizer(), quantization)
+        return load_draft_model("small", mapped(**changes), target, make_tokenizer(), quantization)
 
     return load
 
@@ -92,7 +92,7 @@ def test_its_logits_are_those_of_the_whole_model(tied: bool, native: bool, mappe
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_the_head_takes_only_its_rows(
-    tied: bool, quantization: str | None, small: Callable[..., SmallModel], mapped: Callable[..., Path]
+    tied: bool, quantization: str | None, small: Callable[..., DraftModel], mapped: Callable[..., Path]
 ) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 64}
     cut = small(quantization, tie_word_embeddings=tied, **sizes).loaded
@@ -108,7 +108,7 @@ def test_the_head_takes_only_its_rows(
 @pytest.mark.parametrize("rule", ["coupled", "multi-step", "traversal", "target-only"])
 @pytest.mark.parametrize("budget", [TreeBudget.expansion((2, 1, 1)), TreeBudget(12, 5)], ids=["fixed", "best first"])
 def test_an_engine_generates_the_same_tokens(
-    rule: str, budget: TreeBudget, small: Callable[..., SmallModel], model_folder: Callable[..., Path]
+    rule: str, budget: TreeBudget, small: Callable[..., DraftModel], model_folder: Callable[..., Path]
 ) -> None:
     """Under the rules that use random numbers only greedy requests do, beside sampled ones."""
     target = load_runner(model_folder("llama", tokenizer=True, eos_token_id=EOS), 4096)
@@ -135,7 +135,7 @@ def test_an_engine_generates_the_same_tokens(
     assert [found[i] for i in same] == [wanted[i] for i in same]
 
 
-def test_it_is_scored_as_if_no_other_token_were_possible(small: Callable[..., SmallModel]) -> None:
+def test_it_is_scored_as_if_no_other_token_were_possible(small: Callable[..., DraftModel]) -> None:
     one = small()
     assert one.vocabulary.token_map is not None
     for params in (PARAMS[0], PARAMS[2], PARAMS[5]):
@@ -184,7 +184,7 @@ def test_a_model_that_is_served_itself_ignores_the_file(mapped: Callable[..., Pa
 
 
 def test_a_copy_that_learns_is_measured_on_its_tokens_and_keeps_the_file(
-    small: Callable[..., SmallModel], tmp_path: Path
+    small: Callable[..., DraftModel], tmp_path: Path
 ) -> None:
     loaded = small().loaded
     drafter = TrainableModel.load(loaded.folder, loaded.token_map)
@@ -247,7 +247,7 @@ def test_a_map_of_another_tokenizer_is_refused(mapped: Callable[..., Path], mode
         LLM(model_folder("llama", tokenizer=True, eos_token_id=EOS), drafters=[str(folder)], device="cpu")
 
 
-def test_a_drafter_chooses_its_own_quantization_on_cpus(small: Callable[..., SmallModel]) -> None:
+def test_a_drafter_chooses_its_own_quantization_on_cpus(small: Callable[..., DraftModel]) -> None:
     sizes = {"hidden_size": 64, "vocab_size": 96}
     assert small(**sizes).loaded.quantization is None
     assert small(drafter_quantization="int8", **sizes).loaded.quantization == "int8"

@@ -100,7 +100,7 @@ def plain(models: Models) -> list[list[int]]:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tree", TREES)
 def test_each_request_has_its_adapter(tree: str, models: Models, plain: list[list[int]]) -> None:
-    """The tokens of ordinary steps one by one; requests with a third adapter wait until one of the others is done."""
+    """The tokens of host steps one by one; requests with a third adapter wait until one of the others is done."""
     engine, requests = models.engine(TREES[tree]), models.requests()
     served = run_on_device(engine, requests)
     assert [request.output_ids for request in requests] == plain
@@ -138,7 +138,7 @@ def test_steps_without_adapters_need_no_adapter_slots(models: Models) -> None:
     assert any(size.adapts for size in executor_of(engine)._device.sizes.found)
 
 
-def test_requests_with_adapters_take_ordinary_steps_where_there_are_no_adapter_slots(models: Models) -> None:
+def test_requests_with_adapters_take_host_steps_where_there_are_no_adapter_slots(models: Models) -> None:
     engine, requests = models.engine(None), models.requests()
     assert engine.target.padded is not None  # type: ignore[attr-defined]
     engine.target.padded.adapter_slots = None  # type: ignore[attr-defined]

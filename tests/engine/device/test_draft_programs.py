@@ -1,4 +1,4 @@
-"""Drafts of ordinary steps by one program: the trees of steps on the device, and one wait for all levels."""
+"""Drafts of host steps by one program: the trees of steps on the device, and one wait for all levels."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -139,7 +139,7 @@ def test_requests_that_come_and_go_on_a_late_device(
 
 @pytest.mark.parametrize("asked", [None, 2])
 @pytest.mark.parametrize("rule", ["coupled", "traversal"])
-def test_an_ordinary_step_waits_for_the_device_twice(
+def test_a_host_step_waits_for_the_device_twice(
     rule: str, asked: int | None, pair: Pair, drafts: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For its trees, and for what is accepted; whatever the rule, the levels and the number of requests.

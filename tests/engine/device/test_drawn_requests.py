@@ -1,4 +1,4 @@
-"""Steps on the device under rules with random numbers: for fixed expansions the tokens of ordinary steps."""
+"""Steps on the device under rules with random numbers: for fixed expansions the tokens of host steps."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ def test_steps_on_the_device_are_ordinary_ones(widths: Sequence[int], seed: int,
 @pytest.mark.covering(1)
 @RULES
 @pytest.mark.parametrize("every", [2, 3, 5])
-def test_requests_go_on_with_ordinary_steps_and_come_back(every: int, rule: str, pair: Pair) -> None:
+def test_requests_go_on_with_host_steps_and_come_back(every: int, rule: str, pair: Pair) -> None:
     """No random number is used twice, and steps in flight that are dropped used none."""
     engine, requests = _engine(pair, rule, TreeBudget.expansion((2, 2, 1))), _requests()
     for request in requests:
@@ -237,16 +237,16 @@ def test_drawn_tokens_have_the_acceptance_probabilities_of_their_rule(rule: str)
 
 
 @pytest.mark.parametrize("rule", [None, "traversal"])
-def test_the_reason_of_ordinary_steps_is_that_of_the_drafters(rule: str | None) -> None:
+def test_the_reason_of_host_steps_is_that_of_the_drafters(rule: str | None) -> None:
     request, drawn = make_request("a", PROMPTS[0], PARAMS[0]), DrawnRequests(rule, "traversal")
-    assert (drawn.why_ordinary(request, 0) is None) == (rule is not None)
-    assert drawn.why_ordinary(make_request("b", PROMPTS[0], PARAMS[1]), 0) is None, "greedy"
+    assert (drawn.why_not_drawn(request, 0) is None) == (rule is not None)
+    assert drawn.why_not_drawn(make_request("b", PROMPTS[0], PARAMS[1]), 0) is None, "greedy"
 
 
 def test_a_rule_without_a_walk_on_a_device_is_walked_by_its_algorithm(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its sampled requests take ordinary steps, also where logits are on a device; greedy ones take steps there."""
+    """Its sampled requests take host steps, also where logits are on a device; greedy ones take steps there."""
     caplog.set_level("INFO")
     calls = add_rejecting_rule(monkeypatch)
     expected = _ordinary(pair, "reject-all", (2, 1))

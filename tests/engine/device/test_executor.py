@@ -101,7 +101,7 @@ def test_the_same_tokens(tree: str, pair: Pair, plain: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("tree", ["chain", "2,2,1"])
-def test_fixed_trees_are_those_of_ordinary_steps(tree: str, pair: Pair) -> None:
+def test_fixed_trees_are_those_of_host_steps(tree: str, pair: Pair) -> None:
     """The same guesses, so the same path is kept in each step."""
     told = []
     for has_device_executor in (False, True):
@@ -112,7 +112,7 @@ def test_fixed_trees_are_those_of_ordinary_steps(tree: str, pair: Pair) -> None:
     assert sum(one["num_accepted_draft_tokens"] for one in told[0]) > 20
 
 
-def test_acceptance_is_learned_as_in_ordinary_steps(pair: Pair) -> None:
+def test_acceptance_is_learned_as_in_host_steps(pair: Pair) -> None:
     tables = []
     for has_device_executor in (False, True):
         engine = make_device_engine(*pair, TREES["2,2,1"], has_device_executor=has_device_executor)
@@ -230,7 +230,7 @@ PROCESSED = [
 @pytest.mark.covering(1)
 @ALL
 @pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first"])
-def test_tokens_of_processed_logits_are_those_of_ordinary_steps(tree: str, pair: Pair) -> None:
+def test_tokens_of_processed_logits_are_those_of_host_steps(tree: str, pair: Pair) -> None:
     """Truncation, penalties and biases; the same trees too, as these decide what is drafted."""
 
     def requests(params: Sequence[SamplingParams]) -> list[Request]:
@@ -260,11 +260,11 @@ def test_penalties_for_which_no_memory_is_left(
     engine = make_device_engine(*pair, TREES["2,2,1"])
     assert run(engine, requests)[0] == wanted[0]
     assert executor_of(engine).num_launched > 4
-    assert len([r for r in caplog.records if "ordinary steps apply them" in r.message]) == 1
+    assert len([r for r in caplog.records if "host steps apply them" in r.message]) == 1
 
 
 @pytest.mark.parametrize("tree", ["2,2,1", "best-first"])
-def test_device_requests_run_next_to_requests_with_ordinary_steps(
+def test_device_requests_run_next_to_requests_with_host_steps(
     tree: str, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     def requests() -> list[Request]:
@@ -277,7 +277,7 @@ def test_device_requests_run_next_to_requests_with_ordinary_steps(
     engine, found = make_device_engine(*pair, TREES[tree], max_num_batched_tokens=16), requests()
     with caplog.at_level(logging.INFO):
         assert run_on_device(engine, found) == set(found[1::2])
-    reasons = [record.message for record in caplog.records if "ordinary steps" in record.message]
+    reasons = [record.message for record in caplog.records if "host steps" in record.message]
     assert len(reasons) == 1, "each reason is logged once"
     assert reasons[0].endswith("a prediction, without a lookup among the drafters")
     assert [request.output_ids for request in found] == wanted
@@ -288,7 +288,7 @@ def test_device_requests_run_next_to_requests_with_ordinary_steps(
 
 
 def test_greedy_requests_take_steps_on_the_device_where_sampled_ones_do_not(pair: Pair, plain: list[list[int]]) -> None:
-    """Sampled ones take ordinary steps next to them, with the tokens that they have without others."""
+    """Sampled ones take host steps next to them, with the tokens that they have without others."""
     found, engine = _requests(), make_device_engine(*pair, TREES["2,2,1"], verification="target-only")
     served = run_on_device(engine, found)
     assert served == {request for request in found if request.params.is_greedy}
@@ -971,7 +971,7 @@ def test_an_interrupt_between_requests_loses_no_output(
 def test_nan_ends_only_the_request_it_belongs_to(
     when: int, pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An ordinary step finds out what is the matter."""
+    """A host step finds out what is the matter."""
     engine = make_device_engine(*pair, TREES["2,2,1"])
     requests = _requests()
     victim, choose, calls = requests[1], tree_ops.choose, []
@@ -991,13 +991,13 @@ def test_nan_ends_only_the_request_it_belongs_to(
 
     monkeypatch.setattr(tree_ops, "choose", spoiled)
     monkeypatch.setattr(HostExecutor, "_verify", ordinary)
-    assert run(engine, requests) == plain, "ordinary steps compute numbers"
+    assert run(engine, requests) == plain, "host steps compute numbers"
     assert verified.count(victim.request_id) > 2
     assert {verified.count(request.request_id) for request in requests if request is not victim} == {1}
     check_left(engine)
 
 
-def test_requests_that_need_logits_get_ordinary_steps(pair: Pair, plain: list[list[int]]) -> None:
+def test_requests_that_need_logits_get_host_steps(pair: Pair, plain: list[list[int]]) -> None:
     class Reader:
         reads_logits = True
 

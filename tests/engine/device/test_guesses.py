@@ -1,4 +1,4 @@
-"""Guesses of lookups on a device: the same tokens, and the trees of ordinary steps."""
+"""Guesses of lookups on a device: the same tokens, and the trees of host steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,7 +59,7 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, pair: Pair, plain: li
 def test_lookups_draft_alone_where_no_model_is_asked(
     tree: str, has_model: bool, pair: Pair, plain: list[list[int]]
 ) -> None:
-    """The tokens are those of plain decoding, and the trees those of ordinary steps."""
+    """The tokens are those of plain decoding, and the trees those of host steps."""
     budget, counts, tables = replace(TREES[tree], drafters=frozenset({"suffix"})), [], []
     for has_device_executor in (False, True):
         engine = make_device_engine(
@@ -128,7 +128,7 @@ def test_lookups_guess_for_greedy_requests_under_every_rule(rule: str, pair: Pai
     assert "ngram" in request.origins
 
 
-def test_fixed_trees_are_those_of_ordinary_steps(pair: Pair) -> None:
+def test_fixed_trees_are_those_of_host_steps(pair: Pair) -> None:
     """Merged node for node, so the same path is kept in each step, and drafters learn the same."""
     counts, tables = [], []
     for has_device_executor in (False, True):

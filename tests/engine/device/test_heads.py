@@ -1,4 +1,4 @@
-"""Heads on hidden states that draft on the device: the tokens of plain decoding, and the trees of ordinary steps."""
+"""Heads on hidden states that draft on the device: the tokens of plain decoding, and the trees of host steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -132,7 +132,7 @@ def _cycle(first: int, length: int) -> list[int]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("lookups", [(), ("suffix",)])
-@pytest.mark.parametrize("tree", quick(TREES, "best-first"))  # below, fixed trees have the tokens of ordinary steps
+@pytest.mark.parametrize("tree", quick(TREES, "best-first"))  # below, fixed trees have the tokens of host steps
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tokens_are_those_of_plain_decoding(
     kind: str, tree: str, lookups: tuple[str, ...], pairs: dict[str, Pair], plain: dict[str, list[list[int]]]
@@ -147,7 +147,7 @@ def test_the_tokens_are_those_of_plain_decoding(
 @pytest.mark.parametrize("lookups", [("suffix",), ()])
 @pytest.mark.parametrize("tree", ["3,2,1", "1,1,1"])  # the first with most kinds
 @pytest.mark.parametrize("kind", KINDS)
-def test_fixed_trees_are_those_of_ordinary_steps(
+def test_fixed_trees_are_those_of_host_steps(
     kind: str, tree: str, lookups: tuple[str, ...], pairs: dict[str, Pair], trees: dict[str, list[Any]]
 ) -> None:
     told, tables = [], []
@@ -169,7 +169,7 @@ def test_fixed_trees_are_those_of_ordinary_steps(
     "kind",
     quick([*DRAWN, "dflash", "P-EAGLE"], *DRAWN),
 )
-def test_tokens_are_drawn_as_in_ordinary_steps(
+def test_tokens_are_drawn_as_in_host_steps(
     kind: str, rule: str, pairs: dict[str, Pair], trees: dict[str, list[Any]]
 ) -> None:
     told, tables = [], []
@@ -310,12 +310,12 @@ def test_what_a_head_keeps_is_what_it_would_read_anew(depths: Sequence[int], cyc
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("tree", [TREES["3,2,1"], TreeBudget(max_nodes=16, max_depth=6)], ids=str)
 @pytest.mark.parametrize("name", ["demo-eagle3", "demo-dspark"])
-def test_a_trained_head_is_accepted_as_often_as_in_ordinary_steps(name: str, tree: TreeBudget) -> None:
+def test_a_trained_head_is_accepted_as_often_as_in_host_steps(name: str, tree: TreeBudget) -> None:
     target = load_plain(demo_folders().target)
     head = load_device_head(head_folder(name), target)
     tokenizer = load_tokenizer(target.folder)
     prompts = [tokenizer.encode(text) for text in heldout_prompts(2)]
-    # Noise of fixed expansions is that of ordinary steps only where no vocabulary is larger than their best tokens.
+    # Noise of fixed expansions is that of host steps only where no vocabulary is larger than their best tokens.
     params = [SamplingParams(temperature=0.0 if tree.widths else 0.8 * (i % 2), max_tokens=32) for i in range(2)]
     rates = []
     for way in WAYS:

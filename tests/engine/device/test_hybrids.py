@@ -1,4 +1,4 @@
-"""Steps on the device of models that have layers without attention: the tokens and the trees of ordinary steps."""
+"""Steps on the device of models that have layers without attention: the tokens and the trees of host steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -177,7 +177,7 @@ def test_requests_go_on_from_a_state_that_they_share(kind: Pair, monkeypatch: py
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_states", [0, 1, 2, 5])
 def test_few_states_cost_time_alone(num_states: int, kind: Pair, text: list[list[int]]) -> None:
-    """Requests without two rows for their states take ordinary steps."""
+    """Requests without two rows for their states take host steps."""
     requests = _predicted(text, 4)
     options = {"lookups": ["suffix"], "num_states": num_states, "max_num_seqs": 3}
     engine = make_device_engine(kind[0], kind[1], TREES["best-first"], **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Log-probabilities that steps on the device return: those of ordinary steps, for the requests that ask."""
+"""Log-probabilities that steps on the device return: those of host steps, for the requests that ask."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -61,9 +61,7 @@ def check_equal(found: Sequence[Any], wanted: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_they_are_those_of_ordinary_steps_token_for_token(
-    tree: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_those_of_host_steps_token_for_token(tree: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before penalties and truncation, next to requests that do not ask, in steps that return as many as are asked."""
     sizes: list[tuple[Asked | None, Asked | None]] = []
     launch = DeviceRows.launch
@@ -90,7 +88,7 @@ def test_they_are_those_of_ordinary_steps_token_for_token(
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("lookups", [(), ("ngram",)])
-def test_traces_are_those_of_ordinary_steps(tree: str, lookups: tuple[str, ...], pair: Pair) -> None:
+def test_traces_are_those_of_host_steps(tree: str, lookups: tuple[str, ...], pair: Pair) -> None:
     """Every second request is traced; some have masks, penalties or log-probabilities, before which p is taken."""
     told = []
     for has_device_executor in (False, True):
@@ -141,7 +139,7 @@ def ranked(logits: Tensor, token: int, count: int, others: Sequence[int] = ()) -
 
 @pytest.mark.parametrize("at_once", [1, 32])
 @pytest.mark.parametrize("count", [0, 3, 20])
-def test_equal_logits_are_ranked_alike_on_the_device_and_by_ordinary_steps(
+def test_equal_logits_are_ranked_alike_on_the_device_and_by_host_steps(
     count: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of half precision many are equal. The rows are more than are computed at once."""

@@ -88,7 +88,7 @@ def test_other_targets(family: str, model_folder: Callable[..., Path]) -> None:
 
 
 def test_the_first_draft_tokens_are_allowed_ones(pair: Pair, trees: dict[str, list[Any]]) -> None:
-    """Those of ordinary steps are at every level; the device learns of the first one only."""
+    """Those of host steps are at every level; the device learns of the first one only."""
     request = _request(0, GREEDY, regex="[a-m]+")
     engine = make_device_engine(*pair, TREES["2,2,1"])
     assert run_on_device(engine, [request]) == {request}
@@ -113,7 +113,7 @@ def test_a_step_waits_for_the_device_twice_and_uses_no_memory_too_early(
 
 
 @pytest.mark.parametrize("rule", ["multi-step", "traversal"])
-def test_rules_with_random_numbers_leave_sampled_masked_requests_to_ordinary_steps(rule: str, pair: Pair) -> None:
+def test_rules_with_random_numbers_leave_sampled_masked_requests_to_host_steps(rule: str, pair: Pair) -> None:
     found = []
     for has_device_executor in (False, True):
         requests = _requests()
@@ -177,7 +177,7 @@ def test_no_more_requests_with_grammars_are_served_at_a_time_than_the_credit_of_
         engine.step()
         served.append(sum(grammar.last_seconds < 0.08 for grammar in grammars))
     assert served[3] == 4
-    assert all(1 <= count <= 2 for count in served[4:7]), "one on the device, and one in an ordinary step"
+    assert all(1 <= count <= 2 for count in served[4:7]), "one on the device, and one in a host step"
     assert [request.output_ids for request in requests] == wanted
     check_left(engine)
 
@@ -199,7 +199,7 @@ def test_masks_that_fail_concern_their_request_alone(
     monkeypatch.setattr(grammar, "bits", failing)
     engine = make_device_engine(*pair, TREES["2,2,1"])
     assert run_on_device(engine, requests) == set(requests)
-    if is_deep:  # ordinary steps go on without draft tokens
+    if is_deep:  # host steps go on without draft tokens
         assert _outputs(requests) == wanted
     else:
         assert requests[0].error == "the engine failed on this request: MemoryError"

@@ -1,4 +1,4 @@
-"""Copies of the target that draft on the device: the tokens of plain decoding, and the trees of ordinary steps."""
+"""Copies of the target that draft on the device: the tokens of plain decoding, and the trees of host steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, .
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", ["coupled", "multi-step", "traversal"])
 @pytest.mark.parametrize("tree", ["1,1,1", "3,2,1"])
-def test_fixed_trees_are_those_of_ordinary_steps(tree: str, rule: str, pair: Pair, trees: dict[str, list[Any]]) -> None:
+def test_fixed_trees_are_those_of_host_steps(tree: str, rule: str, pair: Pair, trees: dict[str, list[Any]]) -> None:
     found = []
     for way in WAYS:
         engine = make_device_engine(*pair, TREES[tree], verification=rule, **way)
@@ -124,7 +124,7 @@ def test_few_slots_cost_drafts_and_no_tokens(num_slots: int, pair: Pair) -> None
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("num_slots", "most"), [(240, 18), (300, 16), (3000, 15)])
 def test_with_few_slots_smaller_trees_are_drafted(num_slots: int, most: int, pair: Pair) -> None:
-    """Not none at all: ordinary steps, whose trees borrow no slots for levels that they do not compute, take 11."""
+    """Not none at all: host steps, whose trees borrow no slots for levels that they do not compute, take 11."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     engine = make_device_engine(*pair, TreeBudget(16, 12), num_slots=num_slots, max_num_seqs=4)
     requests = [make_request(str(i), prompt, params) for i, prompt in enumerate(random_prompts([8] * 4))]
@@ -186,7 +186,7 @@ def test_steps_in_flight_use_no_memory_of_one_another(
 def test_a_copy_drafts_with_the_adapter_of_the_request(
     tmp_path: Path, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in ordinary steps: the same tokens of it are accepted, and more than without."""
+    """As in host steps: the same tokens of it are accepted, and more than without."""
     monkeypatch.setattr(low_rank, "packs", lambda _: False)
     target, _ = _with_copy(model_folder("llama"))
     adapters = Adapters(target, LoRAConfig(1, 8, 4), "base")
@@ -220,7 +220,7 @@ def test_a_copy_drafts_with_the_adapter_of_the_request(
 @pytest.mark.parametrize("rule", ["coupled", "traversal"])
 @pytest.mark.parametrize("name", ["self:sparse", "self:int4-sparse"])
 @pytest.mark.parametrize("tree", ["1,1,1", "3,2,1"])
-def test_drafts_over_a_part_of_the_context_are_those_of_ordinary_steps(
+def test_drafts_over_a_part_of_the_context_are_those_of_host_steps(
     tree: str,
     name: str,
     rule: str,
@@ -250,7 +250,7 @@ def test_drafts_over_a_part_of_the_context_are_those_of_ordinary_steps(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_passes_of_copies_in_ordinary_steps_are_captured(dtype: str, model_folder: Callable[..., Path]) -> None:
+def test_passes_of_copies_in_host_steps_are_captured(dtype: str, model_folder: Callable[..., Path]) -> None:
     """They have no cache of their own whose sizes a check could take; in half precision it computes in another one."""
     target, copy = _with_copy(model_folder("llama"), dtype=dtype)
     runner = ModelRunner(target, 200, graphs=Graphs(CPU))

@@ -1,4 +1,4 @@
-"""Several drafters that are models in one step on the device: the same tokens, and the trees of ordinary steps."""
+"""Several drafters that are models in one step on the device: the same tokens, and the trees of host steps."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, .
 
 
 @pytest.mark.parametrize("lookups", [pytest.param((), marks=pytest.mark.slow), ("suffix",)])
-def test_fixed_trees_are_those_of_ordinary_steps(lookups: tuple[str, ...], models: Models) -> None:
+def test_fixed_trees_are_those_of_host_steps(lookups: tuple[str, ...], models: Models) -> None:
     """Merged node for node, so the same path is kept in each step, and what is learned of each drafter is the same."""
     counts, tables = [], []
     for way in WAYS:

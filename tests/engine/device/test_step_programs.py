@@ -518,7 +518,7 @@ def test_a_step_launches_no_more_kernels_than_it_may(
 
 @pytest.mark.parametrize("processing", [Processing.NONE, Processing.ADJUSTMENT])
 @pytest.mark.parametrize("rows", [1, 32])
-def test_a_draft_of_an_ordinary_step_takes_few_kernels_more(
+def test_a_draft_of_a_host_step_takes_few_kernels_more(
     rows: int, processing: Processing, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many requests there are; nothing waits for the device before the trees are read."""

@@ -93,7 +93,7 @@ def test_every_way_to_draft(way: dict[str, bool], pair: Pair) -> None:
 
 @pytest.mark.parametrize("rule", ["multi-step", "traversal"])
 @pytest.mark.parametrize("way", WAYS[1:], ids=str)
-def test_rules_with_random_numbers_draw_as_ordinary_steps(way: dict[str, bool], rule: str, pair: Pair) -> None:
+def test_rules_with_random_numbers_draw_as_host_steps(way: dict[str, bool], rule: str, pair: Pair) -> None:
     """Sampled requests leave the device while their thoughts are near the ends of their budgets."""
     found = []
     for options in (WAYS[0], way):

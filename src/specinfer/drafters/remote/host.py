@@ -20,7 +20,7 @@ from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.thought import Decode
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.growth.calibration import Calibration, source_of
-from specinfer.drafters.loading import SmallModel, load_small
+from specinfer.drafters.loading import DraftModel, load_draft_model
 from specinfer.drafters.remote.placement import PlacedDrafter
 from specinfer.drafters.remote.request_proxy import Grammars, append_tokens, draw_from, make_proxy
 from specinfer.drafters.remote.wire import DraftRequest, read_draft_request, unpack, write_failure, write_trees
@@ -113,22 +113,24 @@ class Host:
 
     def __init__(self, placed: Mapping[int, PlacedDrafter], quantization: str | None, *, keeps_prefixes: bool) -> None:
         self._placed, self._quantization, self._keeps_prefixes = placed, quantization, keeps_prefixes
-        self._small: dict[int, SmallModel] = {}
+        self._models: dict[int, DraftModel] = {}
 
     def load(self, target: LoadedModel) -> Sequence[LoadedModel]:
         self._target, self._tokenizer = target, load_tokenizer(target.folder)
-        for number, one in self._placed.items():
-            self._small[number] = load_small(one.name, Path(one.folder), target, self._tokenizer, self._quantization)
-        return [small.loaded for small in self._small.values()]
+        for number, placed in self._placed.items():
+            self._models[number] = load_draft_model(
+                placed.name, Path(placed.folder), target, self._tokenizer, self._quantization
+            )
+        return [model.loaded for model in self._models.values()]
 
     def serve(self, num_slots: int, num_states: int, channel: Channel) -> None:
         target = self._target
         grammars = _LazyGrammars(self._tokenizer, target.vocab_size, target.eos_token_ids)
         decode = functools.partial(_decode, self._tokenizer)
         drafters = {}
-        for number, small in self._small.items():
-            runner = ModelRunner(small.loaded, num_slots, keeps_prefixes=self._keeps_prefixes, num_states=num_states)
-            drafters[number] = HostedDrafter(runner, small.vocabulary, target.vocab_size, grammars, decode)
+        for number, model in self._models.items():
+            runner = ModelRunner(model.loaded, num_slots, keeps_prefixes=self._keeps_prefixes, num_states=num_states)
+            drafters[number] = HostedDrafter(runner, model.vocabulary, target.vocab_size, grammars, decode)
         self._thread = threading.Thread(
             target=_answer_all, args=(drafters, channel), name="specinfer-drafters", daemon=True
         )

@@ -1,6 +1,6 @@
-"""DraftProgram: the draft loop of one drafter for ordinary steps, in one size, and what it exchanges with the host.
+"""DraftProgram: the draft loop of one drafter for host steps, in one size, and what it exchanges with the host.
 
-Rows of steps on a device keep the state of their requests from step to step. In an ordinary step the host knows it, and
+Rows of steps on a device keep the state of their requests from step to step. In a host step the host knows it, and
 sends it. Slots and tokens of long texts are in tables, of which only changes are sent.
 """
 

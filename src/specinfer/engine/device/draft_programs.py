@@ -1,8 +1,8 @@
-"""DraftPrograms: the drafts of one model in ordinary steps on a device, where one program grows the trees of a step.
+"""DraftPrograms: the drafts of one model in host steps on a device, where one program grows the trees of a step.
 
 `small_model.py` grows trees level by level: the host waits for the logits of each level and chooses its nodes. Here the
 draft loop of steps on a device does all that, captured, and the host waits once, for the trees. What the drafter has
-computed of each request is noted in its cache on the host, as in all ordinary steps.
+computed of each request is noted in its cache on the host, as in all host steps.
 """
 
 import logging
@@ -129,7 +129,7 @@ class DraftPrograms:
         if size is None:
             return None
         with on_device(self._place), torch.inference_mode():
-            captured = self._sizes.try_of(size, self._made, ", so ordinary steps wait for each level", compiles=True)
+            captured = self._sizes.try_of(size, self._made, ", so host steps wait for each level", compiles=True)
         if captured is None:
             return None
         program, (run,) = captured.programs, captured.runs

@@ -140,7 +140,7 @@ class DeviceExecutor:
         try:
             if not learners.reads_logits:
                 return self._plan(learners.policy, StageClock(timer))
-            self._served.note_ordinary(READS_LOGITS)
+            self._served.note_on_host(READS_LOGITS)
             self.leave()
         except Exception as error:
             self._error = error
@@ -314,20 +314,20 @@ class DeviceExecutor:
             else:
                 self._target.cache.commit(served.request.request_id, (), launch.size.num_slots)
             if is_served and not is_kept:
-                self._served.send_away(served)  # an ordinary step finds out what is wrong
+                self._served.send_away(served)  # a host step finds out what is wrong
             self._served.release(served)
         self._launches.popleft()  # last, so that a failure before drops the whole step
         return StepResult(
             [outcome.span for outcome in outcomes], launch.clock, outcomes, launch.num_read,
             sum(budget.max_nodes for budget in launch.budgets),
-            num_levels=launch.size.max_depth if launch.size.num_models else 0,
+            num_model_levels=launch.size.max_depth if launch.size.num_models else 0,
             device_seconds={"draft": draft_time, "target": target_time},
         )  # fmt: skip
 
     # ----------------------------------------------------------------------------------------- leave
 
     def leave(self) -> None:
-        """Return all requests to ordinary steps, once what is in flight has been read."""
+        """Return all requests to host steps, once what is in flight has been read."""
         if not self._launches:
             self._budgets.next()
             for served in self._served:
@@ -335,7 +335,7 @@ class DeviceExecutor:
             self._served.dismiss()
 
     def abandon(self) -> None:
-        """Drop what is in flight; all requests continue with ordinary steps from the last result that was read."""
+        """Drop what is in flight; all requests continue with host steps from the last result that was read."""
         try:
             if self._launches:
                 self._device.wait()

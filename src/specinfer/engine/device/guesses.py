@@ -39,7 +39,7 @@ class DeviceGuesses:
     def alone(
         self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget], most_nodes: int
     ) -> tuple[DraftShape | None, list[Guess]]:
-        """Return the trees of a step in which no model drafts, those of ordinary steps, and their shape.
+        """Return the trees of a step in which no model drafts, those of host steps, and their shape.
 
         Args:
             device_requests: The requests of the step, of which all tokens must be known to the host.

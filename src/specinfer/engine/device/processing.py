@@ -31,7 +31,7 @@ from specinfer.verify.logits import log_min_p, temperature_of, top_k_of
 
 logger = logging.getLogger(__name__)
 
-# Why all requests take ordinary steps where `Observer.reads_logits` or `SpeculationPolicy.reads_logits` is true.
+# Why all requests take host steps where `Observer.reads_logits` or `SpeculationPolicy.reads_logits` is true.
 READS_LOGITS = "logits are read by the learned policy, a step log, a trace file or a drafter that learns"
 
 
@@ -80,7 +80,7 @@ def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
 
 
 def why_not_sampled(drafter: Drafter | None, verification: str) -> str | None:
-    """Return why sampled requests take ordinary steps, or None if they need not.
+    """Return why sampled requests take host steps, or None if they need not.
 
     Greedy requests are drafted for and walked alike under every rule.
     """
@@ -100,7 +100,7 @@ def why_not_sampled(drafter: Drafter | None, verification: str) -> str | None:
 
 
 def drawn_rule(drafter: Drafter | None, verification: str) -> str | None:
-    """Return the rule of sampled requests whose tokens are drawn on a device, or None if they take ordinary steps.
+    """Return the rule of sampled requests whose tokens are drawn on a device, or None if they take host steps.
 
     Args:
         drafter: The drafters.
@@ -110,8 +110,8 @@ def drawn_rule(drafter: Drafter | None, verification: str) -> str | None:
     return rule if drafter is not None and is_random(rule) and why_not_sampled(drafter, rule) is None else None
 
 
-def why_ordinary(request: Request, *, may_follow: bool, may_sample: bool) -> str | None:
-    """Return why this request takes ordinary steps now, or None if its steps can be taken on a device.
+def why_on_host(request: Request, *, may_follow: bool, may_sample: bool) -> str | None:
+    """Return why this request takes host steps now, or None if its steps can be taken on a device.
 
     Args:
         may_follow: Whether guesses of lookups are merged there, and so predictions.
@@ -160,7 +160,7 @@ class ReservedAdjustments:
             except torch.OutOfMemoryError:
                 self._lacks_memory, (num_rows, vocab, _) = True, self._sizes
                 logger.warning(
-                    "no %d MiB are left for penalties on the device: ordinary steps apply them",
+                    "no %d MiB are left for penalties on the device: host steps apply them",
                     8 * num_rows * vocab >> 20,
                 )
         return self.rows is not None

@@ -1,9 +1,9 @@
-"""The requests that are served on a device, by row: which join, and which return to ordinary steps.
+"""The requests that are served on a device, by row: which join, and which return to host steps.
 
 For the scheduler a request is in a pass in flight from joining to leaving, so its slots are not taken. One that has
 left is released when the last step in flight with it has been read.
 
-Tokens may be drawn for those under the multi-step or the traversal rule. A fixed expansion is drawn whole, as ordinary
+Tokens may be drawn for those under the multi-step or the traversal rule. A fixed expansion is drawn whole, as host
 steps draw it, or not at all. Best-first trees are cut to what a step holds, before anything is drawn.
 """
 
@@ -15,7 +15,7 @@ from specinfer.core.rules import is_random
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.draft_shape import LEVELS, RECOMPUTED, DraftShape, holds_expansion
 from specinfer.engine.device.launch import Answer, DeviceRequest, Launch
-from specinfer.engine.device.processing import Processing, why_ordinary
+from specinfer.engine.device.processing import Processing, why_on_host
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.graphs.sizes import REQUESTS
@@ -40,12 +40,12 @@ class DrawnRequests:
         rule = request.verification or self._usual
         return is_random(rule) and not (request.params.is_greedy or request.params.tree == "off")
 
-    def why_ordinary(self, request: Request, num_served: int) -> str | None:
+    def why_not_drawn(self, request: Request, num_served: int) -> str | None:
         """Return why the tree of a request is not drawn on the device next to others, or None, as far as is known."""
         if not self.has(request):
             return None
         if self.rule is None:
-            return "tokens are drawn by a rule with random numbers, under which these drafters take ordinary steps"
+            return "tokens are drawn by a rule with random numbers, under which these drafters take host steps"
         if num_served + 1 > self._too_wide.get(request, 2 * REQUESTS[-1]) // 2:
             return "fixed expansions of so many requests do not fit into a step"
         if self.are_masked(request, LEVELS[-1]):
@@ -53,7 +53,7 @@ class DrawnRequests:
         return None
 
     def are_masked(self, request: Request, depth: int) -> bool:
-        """Return whether draws of this request, at up to this depth, are masked by ordinary steps.
+        """Return whether draws of this request, at up to this depth, are masked by host steps.
 
         They are masked at every level there, so other tokens would be drawn here.
         """
@@ -127,7 +127,7 @@ class ServedRequests:
         self._max_requests, self._may_follow, self._may_sample = max_requests, may_follow, may_sample
         self._by_row: list[DeviceRequest] = []
         self._reasons = set[str]()  # that were logged
-        self._barred: dict[Request, int] = {}  # need an ordinary step first; output tokens when they left
+        self._barred: dict[Request, int] = {}  # need a host step first; output tokens when they left
 
     def __iter__(self) -> Iterator[DeviceRequest]:
         return iter(self._by_row)
@@ -170,21 +170,21 @@ class ServedRequests:
     def _may_join(self, request: Request) -> bool:
         if self._barred.get(request) == request.num_output:
             return False
-        why = why_ordinary(request, may_follow=self._may_follow, may_sample=self._may_sample)
-        why = why or self._drawn.why_ordinary(request, len(self._by_row))
+        why = why_on_host(request, may_follow=self._may_follow, may_sample=self._may_sample)
+        why = why or self._drawn.why_not_drawn(request, len(self._by_row))
         if why is None and request.adapter is not None and not self._rows.takes_adapters:
             why = "an adapter, for which passes are not captured"
         if why is None and Processing.from_request(request) >= Processing.ADJUSTMENT and not self._rows.can_adjust():
             why = "penalties, for which no memory is left"
         if why is not None:
-            self.note_ordinary(why)
+            self.note_on_host(why)
         return why is None
 
-    def note_ordinary(self, why: str) -> None:
-        """Log each reason why requests take ordinary steps once: on a GPU these are slower, and delay all others."""
+    def note_on_host(self, why: str) -> None:
+        """Log each reason why requests take host steps once: on a GPU these are slower, and delay all others."""
         if why not in self._reasons:
             self._reasons.add(why)
-            logger.info("some requests take ordinary steps, and no steps on the device: %s", why)
+            logger.info("some requests take host steps, and no steps on the device: %s", why)
 
     def reserve(self, launch: Launch) -> None:
         """Reserve slots of the target, and rows for states, for the requests of a step that is launched next."""
@@ -201,7 +201,7 @@ class ServedRequests:
         self._states.note(launch.state_rows[row], int(launch.slots[row][0]))
 
     def send_away(self, served: DeviceRequest) -> None:
-        """Let a request take an ordinary step before it joins again; results of its steps in flight are dropped."""
+        """Let a request take a host step before it joins again; results of its steps in flight are dropped."""
         served.has_left = True
         self._barred[served.request] = served.request.num_output
 

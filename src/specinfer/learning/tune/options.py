@@ -79,7 +79,9 @@ class TuneConfig:
         repeats=True,
         read=_numbers,
     )
-    epochs: float = setting(2.5, _TRAINING, "Number of passes over the training examples.", low=0, high=1e4, above=True)
+    epochs: float = setting(
+        2.5, _TRAINING, "Number of passes over the training examples.", low=0, high=1e4, low_open=True
+    )
     batch_tokens: int = setting(4096, _TRAINING, "Number of tokens in an optimizer step.", low=1, high=10**8)
     learning_rate: float | None = setting(
         None,
@@ -87,7 +89,7 @@ class TuneConfig:
         "Peak learning rate. (default: by the size of the drafter)",
         low=0,
         high=1,
-        above=True,
+        low_open=True,
     )
     token_map: int | None = setting(
         None,

@@ -75,7 +75,7 @@ def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
     if _why_never_captured(loaded) is not None:
         return 0
     table = (at_least(REQUESTS, max_requests) or REQUESTS[-1]) * loaded.max_position * torch.int32.itemsize
-    table *= 3  # for passes, for steps that run on the device alone, and for draft loops of ordinary steps
+    table *= 3  # for passes, for steps that run on the device alone, and for draft loops of host steps
     # Logits are stored twice: in the head's type, and as float32 results. Hidden states of a stage are few bytes.
     each = torch.float32.itemsize + max(loaded.dtype.itemsize, torch.float32.itemsize)
     logits = MAX_ROWS * loaded.num_logits * each if loaded.shard.has_head else 0

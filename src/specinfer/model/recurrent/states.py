@@ -132,7 +132,7 @@ class RecurrentStates:
     def lend(
         self, borrower: Borrower, prefix_slots: Ints, most_recomputed: int, others: Sequence[int]
     ) -> "Loan | None":
-        """Lend a request two rows, which its steps write in turns. Return None if it must take an ordinary step first.
+        """Lend a request two rows, which its steps write in turns. Return None if it must take a host step first.
 
         Args:
             prefix_slots: Slots of its tokens.
