@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from specinfer.core.limits import SLO
-from specinfer.core.sampling import MAX_LOGPROBS, SamplingParams
+from specinfer.core.sampling import EFFECTS, MAX_LOGPROBS, Effect, SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
+from specinfer.ops.logits import DEVICE_FIELDS
 
 NAN, INF = math.nan, math.inf
 # A finite number is wanted: everything that is not one, and the range's outside.
@@ -250,3 +251,9 @@ def test_a_schema_nested_beyond_any_reader_is_refused() -> None:
         StructuredOutputsParams(json=schema)
     while schema:  # freed from outside in
         schema = schema.pop("items")
+
+
+def test_the_effect_of_every_field_is_stated() -> None:
+    """An added field belongs to `EFFECTS`; until devices apply it, requests with it take steps on the host."""
+    assert set(EFFECTS) == {field.name for field in dataclasses.fields(SamplingParams)}
+    assert {name for name, effect in EFFECTS.items() if effect is not Effect.NONE} >= DEVICE_FIELDS

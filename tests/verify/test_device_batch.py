@@ -18,11 +18,15 @@ from on_device import check_left, load_plain, make_device_engine
 from specinfer import SamplingParams, StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import Request
+from specinfer.core.sampling import EFFECTS
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
+from specinfer.engine.device.processing import why_ordinary
 from specinfer.model.graphs.capture import SynchronizationCheck, SynchronizationError
 from specinfer.model.load import LoadedModel
+from specinfer.ops import logits as ops_logits
 from specinfer.ops import tree_ops
 from specinfer.ops.cpu import transfers
+from specinfer.ops.logits import DEVICE_FIELDS
 from specinfer.ops.trees import WalkInputs
 from specinfer.ops.triton import multi_step, traversal
 from specinfer.verify import Acceptance, batch, device_batch, device_trees, verify
@@ -156,6 +160,37 @@ def test_decisions_of_kernels_are_those_of_the_host(seed: int, monkeypatch: pyte
     monkeypatch.setattr(tree_ops, "walk_traversal", traversal.walk_traversal)
     asked = [(number, KINDS[(number + seed) % len(KINDS)]) for number in range(len(ASKED))]
     _as_on_the_host(asked, seed, lambda *_: None)
+
+
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_fields_that_no_device_applies_are_applied_by_the_host(
+    is_stated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if `min_p` and `frequency_penalty` had been added to `SamplingParams`, and not to kernels."""
+    added = {"min_p", "frequency_penalty"}
+    numbers = [i for i, (_, _, fields) in enumerate(ASKED) if not fields]
+    logits = _logits(len(numbers), 5)
+    forest = [_tree("drawn", i, rows) for i, rows in enumerate(logits)]
+    logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
+    wanted = _verified(numbers, logits, forest)
+    device = list[int]()
+
+    def counted(rules: Any, logits: Any, requests: Sequence[Request], trees: Any) -> list[Acceptance]:
+        device.extend(int(request.request_id) for request in requests)
+        return device_batch.verify_on_device(rules, logits, requests, trees)
+
+    monkeypatch.setattr(ops_logits, "DEVICE_FIELDS", DEVICE_FIELDS - added)
+    monkeypatch.setattr(ops_logits, "_host_defaults", ops_logits._host_defaults.__wrapped__)
+    if not is_stated:
+        monkeypatch.setattr(ops_logits, "EFFECTS", {name: EFFECTS[name] for name in EFFECTS if name not in added})
+    _apart(monkeypatch)
+    monkeypatch.setattr(batch, "verify_on_device", counted)
+    assert _verified(numbers, logits, forest) == wanted
+    reasons = [why_ordinary(_request(i), may_follow=True, may_sample=True) for i in numbers]
+    skipped = [i for i in numbers if ASKED[i][0].min_p or ASKED[i][0].frequency_penalty]
+    assert len(skipped) == 2
+    assert [i for i, reason in zip(numbers, reasons, strict=True) if "cannot be applied" in str(reason)] == skipped
+    assert len(device) == len(numbers) - 2
 
 
 def test_trees_with_draws_from_too_many_tokens_go_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

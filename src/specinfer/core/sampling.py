@@ -17,6 +17,33 @@ from specinfer.core.tree_shape import parse_tree
 from specinfer.core.vllm_names import check_arguments, without_vllm_names
 from specinfer.core.vllm_tables import SAMPLING
 
+
+class Effect(Enum):
+    """The effect of a sampling parameter on the distribution of the next token."""
+
+    TRUNCATES = "temperature, or tokens that are dropped by their scores alone: `verify.logits.truncate`"
+    ADJUSTS = "logits are changed as the text demands: `verify.logits.adjust`"
+    NONE = "none"
+
+
+# The effect of each field of `SamplingParams`.
+EFFECTS = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), Effect.TRUNCATES),
+    **dict.fromkeys(
+        (
+            "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
+            "stop_token_ids", "min_tokens", "ignore_eos", "bad_words", "thinking_token_budget", "structured_outputs",
+        ),
+        Effect.ADJUSTS,
+    ),
+    **dict.fromkeys(
+        (
+            "n", "seed", "stop", "max_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids", "tree",
+            "prediction", "slo", "skip_special_tokens", "include_stop_str_in_output", "output_kind",
+        ),
+        Effect.NONE,
+    ),
+}  # fmt: skip
 T = TypeVar("T")
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 100

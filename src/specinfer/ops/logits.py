@@ -5,11 +5,34 @@ and penalties of `adjust`, and `least_kept` the limit of `truncate`.
 """
 
 from dataclasses import dataclass, fields
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from specinfer.core.sampling import EFFECTS, Effect, SamplingParams
+
 MAX_ENDS = 16  # tokens of a request that end its output, and that are held back
+
+# The sampling parameters that `Truncation`, `Adjustments` and masks of tokens apply.
+DEVICE_FIELDS = frozenset({
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "stop_token_ids", "min_tokens", "ignore_eos", "bad_words",
+    "thinking_token_budget", "structured_outputs",
+})  # fmt: skip
+
+
+@cache
+def _host_defaults() -> dict[str, object]:
+    """Return the defaults of the fields that only the host applies: those without a stated effect, too."""
+    names = {field.name for field in fields(SamplingParams) if EFFECTS.get(field.name) is not Effect.NONE}
+    defaults = SamplingParams()
+    return {name: getattr(defaults, name) for name in names - DEVICE_FIELDS}
+
+
+def host_fields(params: SamplingParams) -> list[str]:
+    """Return the fields that are set and that change the distribution, but that no device applies."""
+    return [name for name, default in _host_defaults().items() if getattr(params, name) != default]
 
 
 @dataclass(frozen=True, slots=True)

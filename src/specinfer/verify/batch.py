@@ -1,6 +1,6 @@
 """Verification of all trees of a step: trees and logits in, accepted paths out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from specinfer.ops.cpu import transfers
 from specinfer.ops.cpu.choice import choose_token
 from specinfer.ops.cpu.stochastic_walk import NUM_WALKS, walk_stochastic
 from specinfer.ops.cpu.walk import walk_trees
+from specinfer.ops.logits import host_fields
 from specinfer.ops.triton import runs_on
 from specinfer.verify.algorithms import Acceptance, Place, verify_coupled, verify_seeded
 from specinfer.verify.device_batch import verify_on_device
@@ -67,10 +68,22 @@ def verify(
     random_rules = [_random_rule(request, rule) for request in requests]
     if not transfers.is_apart(logits[0]):
         return _verify_on_host(random_rules, logits, requests, trees)
-    if runs_on(logits[0]):
+    has_kernels = runs_on(logits[0])
+    on_device = [i for i, request in enumerate(requests) if has_kernels and not host_fields(request.params)]
+    if len(on_device) == len(requests):
         return verify_on_device(random_rules, logits, requests, trees)
-    on_host = list(map(torch.from_numpy, transfers.fetch(logits)))  # of a GPU without Triton
-    return _verify_on_host(random_rules, on_host, requests, trees)
+    on_host = [i for i in range(len(requests)) if i not in on_device]
+
+    def verified(numbers: Sequence[int], verify_trees: Callable[..., list[Acceptance]], rows: Sequence[Tensor]) -> Any:
+        columns = ([column[i] for i in numbers] for column in (requests, trees))
+        return zip(numbers, verify_trees([random_rules[i] for i in numbers], rows, *columns), strict=True)
+
+    accepted = dict[int, Acceptance]()
+    if on_device:
+        accepted |= verified(on_device, verify_on_device, [logits[i] for i in on_device])
+    rows = transfers.fetch([logits[i] for i in on_host])
+    accepted |= verified(on_host, _verify_on_host, list(map(torch.from_numpy, rows)))
+    return [accepted[i] for i in range(len(requests))]
 
 
 def _random_rule(request: Request, rule: str) -> str | None:
@@ -111,6 +124,8 @@ def _verify_on_host(
 def _is_plain(request: Request, tree: TokenTree) -> bool:
     """Return whether the distribution is the softmax of the logits over the temperature, or their argmax at 0."""
     params = request.params
+    if host_fields(params):  # native walks apply no more than kernels do
+        return False
     return not is_adjusted(request, tree.max_depth) and (params.is_greedy or not params.truncates)
 
 

@@ -7,15 +7,16 @@ from typing import Any, Protocol
 
 from specinfer.core.grammar.state import Grammar
 from specinfer.core.request import DRAWS_EACH, Request
-from specinfer.core.sampling import SamplingParams
+from specinfer.core.sampling import EFFECTS, Effect, SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.thought import Decode, Reasoning, Thought
 
-# The sampling parameters that drafts depend on.
-_PARAMS = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "allowed_token_ids", "stop_token_ids", "min_tokens", "ignore_eos",
-)  # fmt: skip
+# The sampling parameters that drafts depend on, without those that are sent in another form.
+_PARAMS = tuple(
+    name
+    for name, effect in EFFECTS.items()
+    if effect is not Effect.NONE and name not in ("bad_words", "thinking_token_budget", "structured_outputs")
+)
 
 
 class Grammars(Protocol):

@@ -26,7 +26,7 @@ from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.ops import tree_ops
 from specinfer.ops.cpu.transfers import send
-from specinfer.ops.logits import MAX_ENDS, Adjustments, Paths, Truncation
+from specinfer.ops.logits import MAX_ENDS, Adjustments, Paths, Truncation, host_fields
 from specinfer.verify.logits import log_min_p, temperature_of, top_k_of
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ def why_on_host(request: Request, *, may_follow: bool, may_sample: bool) -> str 
     params = request.params
     if not (may_sample or params.is_greedy):
         return "sampled requests have this verification rule or draft sampling"
+    if names := host_fields(params):
+        return f"{', '.join(names)} cannot be applied on the device"
     if not can_adjust(request):
         return f"min_tokens, with a grammar or more than {MAX_ENDS} stop tokens"
     if request.prediction_ids and not may_follow:
