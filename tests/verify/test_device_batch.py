@@ -20,7 +20,7 @@ from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import Request
 from specinfer.core.sampling import EFFECTS
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
-from specinfer.engine.device.processing import why_ordinary
+from specinfer.engine.device.processing import why_on_host
 from specinfer.model.graphs.capture import SynchronizationCheck, SynchronizationError
 from specinfer.model.load import LoadedModel
 from specinfer.ops import logits as ops_logits
@@ -186,7 +186,7 @@ def test_fields_that_no_device_applies_are_applied_by_the_host(
     _apart(monkeypatch)
     monkeypatch.setattr(batch, "verify_on_device", counted)
     assert _verified(numbers, logits, forest) == wanted
-    reasons = [why_ordinary(_request(i), may_follow=True, may_sample=True) for i in numbers]
+    reasons = [why_on_host(_request(i), may_follow=True, may_sample=True) for i in numbers]
     skipped = [i for i in numbers if ASKED[i][0].min_p or ASKED[i][0].frequency_penalty]
     assert len(skipped) == 2
     assert [i for i, reason in zip(numbers, reasons, strict=True) if "cannot be applied" in str(reason)] == skipped
