@@ -184,7 +184,7 @@ def _check_fused(found: FusedDecoder, exact: Any) -> None:
             assert torch.equal(torch.cat(rows).to(wanted.dtype), wanted)
         for part, call in zip(layer.kinds, layer.call.parts, strict=True):
             if call.experts is not None:
-                _check_fused_experts(call, exact.get_submodule(f"{found.layers_name}.{i}.{part.second}"))
+                _check_fused_experts(call, exact.get_submodule(f"{found.layers_name}.{i}.{part.output}"))
 
 
 def _check_fused_experts(part: PartCall, exact: Any) -> None:

@@ -18,7 +18,7 @@ from transformers.models.recurrent_gemma import configuration_recurrent_gemma, m
 
 import reference
 from specinfer.model.definition import load_plain
-from specinfer.model.layers.families import kind_of
+from specinfer.model.layers.families import layer_kind
 from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
@@ -128,7 +128,7 @@ def test_soft_caps_are_kept_where_sdpa_would_leave_them_out(
 def test_a_type_of_all_rotations_beside_those_of_layer_types_is_not_read() -> None:
     """As 5.16 writes it for a Gemma 3 whose layers are all of one type."""
     config = make_model("gemma3_text").config
-    known = kind_of(config)
+    known = layer_kind(config)
     config.rope_parameters = {**config.rope_parameters, "rope_type": "default"}
     assert known is not None
-    assert kind_of(config) is known
+    assert layer_kind(config) is known

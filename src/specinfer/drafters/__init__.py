@@ -10,7 +10,7 @@ from specinfer.drafters.block_drafter import BlockDrafter
 from specinfer.drafters.feature_drafter import FeatureDrafter, HeadRunner
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import CHOSEN
-from specinfer.drafters.kind import kind_of
+from specinfer.drafters.kind import draft_kind
 from specinfer.drafters.lookup.ngram import NGramDrafter
 from specinfer.drafters.lookup.prediction import PredictionDrafter
 from specinfer.drafters.lookup.suffix import SuffixDrafter
@@ -90,7 +90,7 @@ def make_drafter(
     selection, num_drafters = None, len(kinds)
     if max_asked is not None and is_chosen:
         names = [drafter.name for drafter in drafters[1:]]
-        models = [drafter.name for drafter in drafters if kind_of(drafter) is not None]
+        models = [drafter.name for drafter in drafters if draft_kind(drafter) is not None]
         lookups = [name for name in names if name not in models]
         selection = Selection(models, lookups, max_asked, dict(zip(names, costs or (), strict=False)))
         num_drafters = len(lookups) + min(max_asked, num_models)

@@ -51,7 +51,7 @@ class DraftKind(NamedTuple):
         return self.shares_cache and self.stores_drafts
 
 
-def kind_of(drafter: Drafter) -> DraftKind | None:
+def draft_kind(drafter: Drafter) -> DraftKind | None:
     """Return the kind of a drafter that is a model, or None for a lookup."""
     kind: DraftKind | None = getattr(drafter, "kind", None)
     return kind

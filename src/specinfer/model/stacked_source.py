@@ -103,7 +103,7 @@ def stacked(sources: Mapping[str, Any], *, is_transposed: bool) -> dict[str, Any
     """
     result: dict[str, Any] = {}
     matches = {name: EXPERT.fullmatch(name) for name in sources}
-    has_gates = any(kind_of(match) == "gate" for match in matches.values() if match)
+    has_gates = any(expert_kind(match) == "gate" for match in matches.values() if match)
     stacks: dict[str, dict[int, dict[str, Any]]] = {}
     written: dict[str, dict[str, re.Match[str]]] = {}  # a name of each kind of matrix
     for name, source in sources.items():
@@ -111,8 +111,8 @@ def stacked(sources: Mapping[str, Any], *, is_transposed: bool) -> dict[str, Any
             result[name] = source
         else:
             stack = stack_name(match, has_gates=has_gates)
-            stacks.setdefault(stack, {}).setdefault(int(match["number"]), {})[kind_of(match)] = source
-            written.setdefault(stack, {})[kind_of(match)] = match
+            stacks.setdefault(stack, {}).setdefault(int(match["number"]), {})[expert_kind(match)] = source
+            written.setdefault(stack, {})[expert_kind(match)] = match
     for name, experts in stacks.items():
         kinds = sorted(written[name])  # gates before values
         last = min(max(experts), len(experts))  # a missing one comes before it
@@ -128,12 +128,12 @@ def stacked(sources: Mapping[str, Any], *, is_transposed: bool) -> dict[str, Any
     return result
 
 
-def kind_of(expert: re.Match[str]) -> str:
+def expert_kind(expert: re.Match[str]) -> str:
     """Return "gate", "up" or "down"."""
     return _KINDS.get(expert["kind"], expert["kind"].removesuffix("_proj"))
 
 
 def stack_name(expert: re.Match[str], *, has_gates: bool) -> str:
     """Return the name of the weight that an expert's matrix, or its bias, is a part of in definitions."""
-    kind = "gate_up" if has_gates and kind_of(expert) != "down" else kind_of(expert)
+    kind = "gate_up" if has_gates and expert_kind(expert) != "down" else expert_kind(expert)
     return f"{expert['layer']}.{kind}_proj{'_bias' if expert['end'] == 'bias' else ''}"

@@ -18,7 +18,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.growth.tree_batch import BEST_FIRST_WIDTH
-from specinfer.drafters.kind import kind_of
+from specinfer.drafters.kind import draft_kind
 from specinfer.drafters.merge.merged import parts_of, reads_prompts
 from specinfer.model.batch import Piece
 from specinfer.model.device import prompt_tokens
@@ -254,7 +254,7 @@ def _draft_costs(target: TargetRunner, drafter: Drafter, max_seconds: float) -> 
         drafter.draft([span], [TreeBudget.expansion((1,) if width == _FIRST_LEVEL else _widths(width, target))])
 
     try:
-        if any(kind.reads_target for part in parts_of(drafter) if (kind := kind_of(part)) is not None):
+        if any(kind.reads_target for part in parts_of(drafter) if (kind := draft_kind(part)) is not None):
             known = target.cache.reserve(_PROBE, _PROMPT - 1)
             target.forward([Piece.of_span(prompt[1:], None, NO_SLOTS, known)])
             target.cache.commit(_PROBE, range(_PROMPT - 1))

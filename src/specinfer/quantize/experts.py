@@ -15,7 +15,7 @@ from specinfer.core.errors import ModelError
 from specinfer.model.gguf.stored import mtp_names
 from specinfer.model.offload.checkpoint import layer_number
 from specinfer.model.quantized_experts import can_quantize_experts
-from specinfer.model.stacked_source import EXPERT, kind_of
+from specinfer.model.stacked_source import EXPERT, expert_kind
 
 _STACK = re.compile(r"(?P<layer>.*\.experts)\.(?P<kind>gate_up|up|down)_proj(?P<bias>_bias)?")
 _OF_GRANITE = re.compile(r"(?P<block>.*)\.(?P<kind>in|out)put_linear\.weight")
@@ -92,7 +92,7 @@ class StoredExperts:
         match, named = EXPERT.fullmatch(f"{layer}.weight"), self._module_of(f"{layer}.weight")
         if match is None or named is None:
             return None
-        (name, experts), kind = named, kind_of(match)
+        (name, experts), kind = named, expert_kind(match)
         is_half = kind != "down" and getattr(experts, "has_gate", True)
         outputs = self.shapes[f"{layer}.weight"][0]
         rows = _rows(experts, 2 * outputs, 2)[kind == "up"] if is_half else slice(None)

@@ -12,7 +12,7 @@ from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Draft, Drafter, RemoteDrafting, ScoredDrafter
-from specinfer.drafters.kind import kind_of
+from specinfer.drafters.kind import draft_kind
 from specinfer.drafters.merge.selection import Selection
 from specinfer.verify import Acceptance
 
@@ -29,7 +29,7 @@ class GuardedDrafter:
 
     def __init__(self, drafter: Drafter, vocab_size: int | None = None) -> None:
         self.drafter, self.name, self._vocab_size = drafter, drafter.name, vocab_size
-        kind = kind_of(drafter)
+        kind = draft_kind(drafter)
         self.is_lookup, self.is_remote = kind is None, kind is not None and kind.is_remote
         self.num_failures = 0  # in a row
         self.num_unscored = 0  # failures of scoring in a row

@@ -14,7 +14,7 @@ from specinfer.core.rules import is_random
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.growth.calibration import Calibration
-from specinfer.drafters.kind import kind_of
+from specinfer.drafters.kind import draft_kind
 from specinfer.drafters.merge.budget_split import BudgetSplit
 from specinfer.drafters.merge.guarded import MAX_FAILURES, GuardedDrafter
 from specinfer.drafters.merge.pruning import Pruning
@@ -30,7 +30,7 @@ def parts_of(drafter: Drafter) -> Sequence[Drafter]:
 
 def reads_prompts(drafter: Drafter) -> bool:
     """Return whether a drafter, or one that a merged one asks, computes prompts before it drafts; lookups do not."""
-    return any(kind.reads_prompts for part in parts_of(drafter) if (kind := kind_of(part)) is not None)
+    return any(kind.reads_prompts for part in parts_of(drafter) if (kind := draft_kind(part)) is not None)
 
 
 class MergedDrafter:

@@ -11,7 +11,7 @@ from torch import Tensor
 from specinfer.core.errors import ModelError
 from specinfer.model.gguf.families.parts import Family, Fields
 from specinfer.model.gguf.weights import Weight, in_pairs
-from specinfer.model.stacked_source import EXPERT, kind_of, stack_name
+from specinfer.model.stacked_source import EXPERT, expert_kind, stack_name
 
 MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # tensors of MTP layers that are the target's, too
 _MTP = re.compile(r"(model\.)?mtp[._]|(?P<layer>model\.layers\.\d+)\.")
@@ -35,7 +35,7 @@ class StoredTensors:
         pieces: dict[str, list[str]] = defaultdict(list)
         plan, mtp = list(family.plan(fields, _NAMES)), list(family.mtp(fields)) if family.mtp else []
         matches = [match for _, one in plan + mtp if (match := EXPERT.fullmatch(one.name))]
-        self._gated = {match["layer"] for match in matches if kind_of(match) == "gate"}
+        self._gated = {match["layer"] for match in matches if expert_kind(match) == "gate"}
         self.num_mtp_layers = int(bool(mtp) and all(self._has(one.name) for _, one in mtp))
         for stored, one in plan + mtp * self.num_mtp_layers:
             self._parts[stored].append(one)
@@ -104,7 +104,7 @@ class StoredTensors:
             found = found.mT if match["end"] == "weight" else found
         if "gate_up" not in stack:
             return found
-        is_up = kind_of(match) == "up"
+        is_up = expert_kind(match) == "up"
         return found[is_up::2] if self._is_transposed else found.chunk(2)[is_up]
 
 

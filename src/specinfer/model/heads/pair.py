@@ -21,7 +21,7 @@ from specinfer.model.heads.checkpoint import HeadCheckpoint
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, shapes_of
 from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.layers.device import DeviceNorm, device_layers
-from specinfer.model.layers.families import kind_of
+from specinfer.model.layers.families import layer_kind
 from specinfer.model.layers.native import native_layers
 from specinfer.ops.cpu.draft import FeatureParts
 from specinfer.ops.layer_ops import sum_parts
@@ -78,7 +78,7 @@ class PairHead(FeatureHead):
         self.fused = native_layers(self.layers, self.rotary, self._config, quantization)
         norms = (self.embedding_norm, self.feature_norm, self.output_norm)
         if self.fused is not None and all(type(norm) in (self.norm_class, nn.Identity) for norm in norms):
-            kind = kind_of(self._config)
+            kind = layer_kind(self._config)
             assert kind is not None
             self._norms = [None if isinstance(norm, nn.Identity) else kind.norm_weight(norm) for norm in norms]
         return self.fused is not None

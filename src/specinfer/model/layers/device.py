@@ -16,7 +16,7 @@ from torch.nn import functional
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.layers.families import LLAMA, kind_of
+from specinfer.model.layers.families import LLAMA, layer_kind
 from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.layers.native import Watch
 from specinfer.model.layers.plan import JoinedLinears, LayerPlan, activation_of, taken_apart
@@ -280,7 +280,7 @@ def can_fuse_on_device(model: Any, device: torch.device) -> bool:
 
 
 def _is_llama(config: Any) -> bool:
-    return kind_of(config) is LLAMA and activation_of(config) == "silu"
+    return layer_kind(config) is LLAMA and activation_of(config) == "silu"
 
 
 def _is_plain(layer: Any) -> bool:

@@ -11,17 +11,17 @@ def _under(module: str, *names: str) -> tuple[str, ...]:
 
 
 def _attention(module: str = "self_attn", norm: str | None = "input_layernorm", **changes: Any) -> PartKind:
-    first = _under(module, "q_proj", "k_proj", "v_proj")
-    return replace(PartKind("attention", first, f"{module}.o_proj", norm), **changes)
+    inputs = _under(module, "q_proj", "k_proj", "v_proj")
+    return replace(PartKind("attention", inputs, f"{module}.o_proj", norm), **changes)
 
 
 def _mlp(module: str = "mlp", norm: str | None = "post_attention_layernorm", **changes: Any) -> PartKind:
-    first = _under(module, "gate_proj", "up_proj")
-    return replace(PartKind("mlp", first, f"{module}.down_proj", norm), **changes)
+    inputs = _under(module, "gate_proj", "up_proj")
+    return replace(PartKind("mlp", inputs, f"{module}.down_proj", norm), **changes)
 
 
-def _recurrence(module: str, *first: str, norm: str = "input_layernorm", second: str = "out_proj") -> PartKind:
-    return PartKind("recurrence", _under(module, *(first or ("in_proj",))), f"{module}.{second}", norm)
+def _recurrence(module: str, *inputs: str, norm: str = "input_layernorm", output: str = "out_proj") -> PartKind:
+    return PartKind("recurrence", _under(module, *(inputs or ("in_proj",))), f"{module}.{output}", norm)
 
 
 _CAP = "final_logit_softcapping"
@@ -76,7 +76,7 @@ _BAMBA = LayerKind(
 )
 _LFM2 = LayerKind(
     (
-        _attention(norm="operator_norm", second="self_attn.out_proj"),
+        _attention(norm="operator_norm", output="self_attn.out_proj"),
         _recurrence("conv", norm="operator_norm"),
         PartKind("mlp", _under("feed_forward", "w1", "w3"), "feed_forward.w2", "ffn_norm"),
     ),
@@ -132,7 +132,7 @@ _QWEN2_MOE = LayerKind((_attention(), _mlp(), _QWEN_EXPERTS, _QWEN_SHARED))
 _ROTATED_IN_PAIRS = replace(LLAMA, rotates_pairs=True)
 _GRANITE_DENSE = replace(LLAMA, embedding_factor="embedding_multiplier", head_divisor="logits_scaling")
 _ARCEE = LayerKind((_attention(), PartKind("squares", ("mlp.up_proj",), "mlp.down_proj", _ATTENTION_2)))
-_PHI3 = LayerKind((_attention(first=("self_attn.qkv_proj",)), _FUSED_MLP))
+_PHI3 = LayerKind((_attention(inputs=("self_attn.qkv_proj",)), _FUSED_MLP))
 _GLM = LayerKind((_attention(), _FUSED_MLP), rotates_pairs=True)
 _GLM4 = replace(
     _GLM,
@@ -151,7 +151,7 @@ _OLMO_HYBRID = LayerKind(
     (
         _AFTER[0],
         replace(_AFTER[1], beside="self_attn"),
-        _recurrence("linear_attn", "q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", second="o_proj"),
+        _recurrence("linear_attn", "q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", output="o_proj"),
         _mlp(beside="linear_attn"),
     )
 )
@@ -177,7 +177,7 @@ _ROTATIONS = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 _UNKNOWN = (_CAP, "clip_qkv")  # fields that have no value in a model that is known
 
 
-def kind_of(config: Any) -> LayerKind | None:
+def layer_kind(config: Any) -> LayerKind | None:
     """Return the kind of a model's layers, or None if the layers or the head have a feature that no kind has."""
     outer, config = config, config.get_text_config()
     if config is not outer and outer.model_type not in _OUTER:
@@ -196,6 +196,6 @@ def kind_of(config: Any) -> LayerKind | None:
 
 def trunk_of(model: Any) -> Any:
     """Return the module of a definition that has its layers."""
-    kind = kind_of(model.config)
+    kind = layer_kind(model.config)
     assert kind is not None
     return model.get_submodule(kind.trunk)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.model.batch import ForwardBatch, KVStore
-from specinfer.model.layers.families import kind_of, trunk_of
+from specinfer.model.layers.families import layer_kind, trunk_of
 from specinfer.model.layers.native import NativeLayer, NativeLayers, Watch, can_fuse_layers
 from specinfer.model.layers.packing import Packing, call_of
 from specinfer.model.layers.plan import eps_of, taken_apart
@@ -36,7 +36,7 @@ class FusedDecoder(nn.Module):
     def __init__(self, model: Any, quantization: str | None = None, *, narrows: bool = False) -> None:
         super().__init__()
         packing = Packing(None if quantization is None else BITS[quantization], narrows)
-        kind, config = kind_of(model.config), model.config.get_text_config()
+        kind, config = layer_kind(model.config), model.config.get_text_config()
         assert kind is not None
         trunk = trunk_of(model)
         self.width = int(config.hidden_size)
@@ -118,7 +118,7 @@ class FusedDecoder(nn.Module):
         self.stack.group = group
         for number, layer in zip(self._numbers, self.layers, strict=True):
             for kind, part in zip(layer.kinds, layer.call.parts, strict=True):
-                part.is_split = f"{self.layers_name}.{number}.{kind.second}" in sums
+                part.is_split = f"{self.layers_name}.{number}.{kind.output}" in sums
 
     @property
     def table(self) -> LinearCall | Tensor | None:
@@ -209,7 +209,7 @@ def _layer_inputs(trunk: Any, config: Any, eps: float, packing: Packing) -> Laye
 
 def has_sums(model: Any) -> bool:
     """Return whether layers have parts whose results are normed and added up before they are added."""
-    kind = kind_of(model.config)
+    kind = layer_kind(model.config)
     return kind is not None and any(
         part.sum is not None for layer in trunk_of(model).layers for part in kind.parts_of(layer)
     )
@@ -217,7 +217,7 @@ def has_sums(model: Any) -> bool:
 
 def can_fuse(model: Any) -> bool:
     """Return whether the model's layers are of a known kind, and native kernels run it faster on a CPU."""
-    if (kind := kind_of(model.config)) is None:
+    if (kind := layer_kind(model.config)) is None:
         return False
     trunk, config = trunk_of(model), model.config.get_text_config()
     if _has_layer_inputs(config):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.model.batch import ForwardBatch, KVStore
-from specinfer.model.layers.families import kind_of
+from specinfer.model.layers.families import layer_kind
 from specinfer.model.layers.packing import GATES_OF_PANEL, Packing, are_alike, call_of, can_join
 from specinfer.model.layers.plan import (
     AttentionPlan,
@@ -90,8 +90,8 @@ class NativeLayer:
         adds = Adds(_weight(plan, part.post_norm), _SUMS[kind.sum], _weight(plan, part.sum_norm), part.hidden_factor)
         if kind.between == "experts":
             router, experts = experts_of(plan, part, packing.bits)
-            weight = plan.layer.get_submodule(kind.first[0])._parameters.get("weight")
-            self.routers.append(JoinedLinears(kind.first, (), router, (origin_of(weight),)))
+            weight = plan.layer.get_submodule(kind.inputs[0])._parameters.get("weight")
+            self.routers.append(JoinedLinears(kind.inputs, (), router, (origin_of(weight),)))
             return PartCall([router], experts, norm, plan.eps, adds=adds)
         between = self._between(plan, part)
         pairs = zip(kind.linear_names, part.linears, strict=True)
@@ -120,7 +120,7 @@ class NativeLayer:
         return Opens(_OPENINGS[between][plan.activation], column=column)
 
     def _linear(self, part: PartKind, names: tuple[str, ...], linears: tuple[Any, ...], packing: Packing) -> LinearCall:
-        interleaved = part.between == "mlp" and names == part.first
+        interleaved = part.between == "mlp" and names == part.inputs
         packing = replace(packing, bits=None) if any(ROUTER.search(name) for name in names) else packing
         call = call_of(linears, packing, interleaved=interleaved)
         self.linears.append(JoinedLinears.from_linears(names, linears, call, interleaved=interleaved))
@@ -325,7 +325,7 @@ def native_layers(
     layers: nn.ModuleList, rotary: nn.Module, config: Any, quantization: str | None
 ) -> NativeLayers | None:
     """Take the layers of a head apart; return None, with the layers untouched, if native code cannot run them."""
-    kind = kind_of(config)
+    kind = layer_kind(config)
     if quantization not in (None, *BITS) or kind is None or not can_fuse_layers(layers, kind, config):
         return None
     packing = Packing(None if quantization is None else BITS[quantization], narrows=True)

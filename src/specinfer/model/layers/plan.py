@@ -26,9 +26,9 @@ class PartKind:
         between: What lies between the linear layers. "mlp": gates and values are two layers; "halves": their outputs
             follow one another; "squares": there are no gates; "inputs": values are other inputs of the layer than
             hidden states; "experts": the routed ones.
-        first: The linear layers with the same input, within a layer; of experts the router. A layer that does not have
+        inputs: The linear layers with the same input, within a layer; of experts the router. A layer that does not have
             the first of them does not have the part, and may lack others.
-        second: The linear layer of the results; of experts their module.
+        output: The linear layer of the results; of experts their module.
         norm: The norm of what it reads, or None if it reads the hidden states as they are.
         post_norm: The norm of the results before they are added, or None.
         gate: The linear layer of one output whose sigmoid the results are multiplied by, or None.
@@ -37,14 +37,14 @@ class PartKind:
         sum: Whether it is the first or the last of neighbouring parts whose results, normed one by one, are added up
             and normed once more before they are added, or None.
         sum_norm: The norm of that sum, for its last part.
-        num_missing: Number of the layers in `first` that a layer lacks, set by `LayerKind.parts_of`.
+        num_missing: Number of the linear layers in `inputs` that a layer lacks, set by `LayerKind.parts_of`.
         reads_again: Whether it has the norm of the part before it, and so reads what that part has read, set by
             `LayerKind.parts_of`.
     """
 
     between: Literal["attention", "recurrence", "mlp", "halves", "squares", "inputs", "experts"]
-    first: tuple[str, ...]
-    second: str
+    inputs: tuple[str, ...]
+    output: str
     norm: str | None
     post_norm: str | None = None
     gate: str | None = None
@@ -60,7 +60,7 @@ class PartKind:
         """Names of the linear layers, those with the same input together; but for those of experts."""
         if self.between == "experts":
             return ()
-        return (self.first, (self.second,), *(() if self.gate is None else ((self.gate,),)))
+        return (self.inputs, (self.output,), *(() if self.gate is None else ((self.gate,),)))
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,13 @@ class LayerKind:
         """
         parts: list[PartKind] = []
         for part in self.parts:
-            first = tuple(name for name in part.first if find(layer, name) is not None)
-            if part.first[0] not in first or (part.beside is not None and find(layer, part.beside) is None):
+            inputs = tuple(name for name in part.inputs if find(layer, name) is not None)
+            if part.inputs[0] not in inputs or (part.beside is not None and find(layer, part.beside) is None):
                 continue
             if part.without is not None and find(layer, part.without) is not None:
                 continue
             again = bool(parts) and part.norm is not None and part.norm == parts[-1].norm
-            parts.append(replace(part, first=first, num_missing=len(part.first) - len(first), reads_again=again))
+            parts.append(replace(part, inputs=inputs, num_missing=len(part.inputs) - len(inputs), reads_again=again))
         return parts
 
     def head_scale(self, config: Any) -> float:
@@ -203,7 +203,7 @@ class LayerPlan(NamedTuple):
 
 
 def _plan_of(layer: Any, kind: LayerKind, part: PartKind, hidden_factor: float) -> PartPlan:
-    module = find(layer, part.first[0].rpartition(".")[0])
+    module = find(layer, part.inputs[0].rpartition(".")[0])
     norm, post_norm, sum_norm = (
         name and layer.get_submodule(name) for name in (part.norm, part.post_norm, part.sum_norm)
     )
@@ -227,7 +227,7 @@ def _attention_of(layer: Any, kind: LayerKind, part: PartKind, module: Any) -> A
     rotation: tuple[str, ...] | None = None
     if kind.rotates(module):
         rotation = (_type_of(module),) if kind.rotates_by_type else ()
-    heads = layer.get_submodule(part.second).in_features // module.head_dim
+    heads = layer.get_submodule(part.output).in_features // module.head_dim
     has_value_norm = kind.value_norm is not None and hasattr(module, kind.value_norm)
     own = (float(module.scaling), _window_of(module), rotation, 2 - part.num_missing)
     return AttentionPlan(heads, module.head_dim, *own, has_value_norm, kind.is_gated, kind.rotates_pairs)
@@ -260,11 +260,11 @@ def _factors_of(layer: Any, part: PartKind, module: Any) -> tuple[Tensor | None,
         results *= getattr(layer, "out_factor", 1.0)
         given, keys = getattr(layer, "in_factor", 1.0), getattr(module, "key_multiplier", 1.0)
         each = (given, given * keys, given)
-    elif part.between == "halves" and len(part.first) > 1:
+    elif part.between == "halves" and len(part.inputs) > 1:
         results *= getattr(module, "down_multiplier", 1.0)
         each = (getattr(module, "gate_multiplier", 1.0), 1.0)
     if any(factor != 1.0 for factor in each):
-        sizes = [find(layer, name).out_features for name in part.first]
+        sizes = [find(layer, name).out_features for name in part.inputs]
         columns = torch.cat([torch.full((size,), factor) for size, factor in zip(sizes, each, strict=True)])
     return columns, float(results)
 

@@ -89,7 +89,7 @@ def has_numbers(model: nn.Module) -> bool:
 
 def can_fuse_experts(plan: LayerPlan, part: PartPlan) -> bool:
     """Return whether the experts of a layer are stacks of numbers that native kernels multiply, or codes."""
-    experts = find(plan.layer, part.kind.second)
+    experts = find(plan.layer, part.kind.output)
     is_latent = not isinstance(getattr(part.module, "fc1_latent_proj", nn.Identity()), nn.Identity)
     opening = _opening(experts, plan.activation)
     weight = getattr(experts, "down_proj", None)
@@ -100,7 +100,7 @@ def can_fuse_experts(plan: LayerPlan, part: PartPlan) -> bool:
 
 def _router_of(plan: LayerPlan, part: PartPlan) -> Any:
     """Return the module that chooses experts, which has the weight, or a linear layer that has it."""
-    router = find(plan.layer, part.kind.first[0])
+    router = find(plan.layer, part.kind.inputs[0])
     return part.module if isinstance(router, nn.Linear) else router
 
 
@@ -120,8 +120,8 @@ def experts_of(plan: LayerPlan, part: PartPlan, bits: Bits | None = None) -> tup
     Args:
         bits: What the matrices of experts are rounded to, or None to keep them.
     """
-    router, experts = _router_of(plan, part), find(plan.layer, part.kind.second)
-    weight = find(plan.layer, part.kind.first[0]).weight.detach()
+    router, experts = _router_of(plan, part), find(plan.layer, part.kind.output)
+    weight = find(plan.layer, part.kind.inputs[0]).weight.detach()
     opening, routing = _opening(experts, plan.activation), _ROUTINGS[type(router).__name__](router, part.module)
     assert opening is not None
     routing = replace(routing, factor=routing.factor * part.factor)
