@@ -1,6 +1,6 @@
 """Experts of a model's files as one linear layer for each matrix, whether the files have these or stacks of them.
 
-A stack `experts.gate_up_proj` [experts, out, in], or transposed, becomes `experts.0.gate_proj.weight` [out, in],
+A stack `mlp.experts.gate_up_proj` [experts, out, in], or transposed, becomes `experts.0.gate_proj.weight` [out, in],
 `experts.0.up_proj.weight` and so on: the names that vLLM and compressed-tensors have for quantized experts.
 """
 

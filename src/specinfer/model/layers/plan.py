@@ -155,7 +155,7 @@ class PartPlan(NamedTuple):
     """A part of a loaded layer.
 
     Attributes:
-        linears: The modules of `kind.linear_names`.
+        linears: The modules of `PartKind.linear_names`.
         module: The module that has the linear layers.
         norm, post_norm, sum_norm: Modules, or None.
         head_norms: Norms of queries and keys, modules or None.
