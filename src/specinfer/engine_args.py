@@ -105,7 +105,7 @@ class EngineArgs:
         MODEL,
         "Data type of the keys and values in the KV caches of all models: {choices}; auto is that of the model, fp8 is "
         "fp8_e4m3.",
-        choices=KV_CACHE_DTYPES,
+        choices=tuple(KV_CACHE_DTYPES),
     )
     gpu_memory_utilization: float | None = setting_of(EngineConfig, "gpu_memory_utilization")
     enable_prefix_caching: bool = setting(True, MODEL, "Reuse the KV cache of common prefixes of prompts.")

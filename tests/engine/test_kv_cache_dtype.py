@@ -13,13 +13,14 @@ from torch import Tensor
 from on_device import CPU, load_plain, make_device_engine, run_on_device
 from quantized_files import save_quantized
 from specinfer import LLM, SamplingParams
+from specinfer.core.config import KV_CACHE_DTYPES
 from specinfer.core.errors import ModelError
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.engine.engine import Engine
 from specinfer.model.batch import Piece, pack
 from specinfer.model.capacity import bytes_per_token
-from specinfer.model.device import KV_CACHE_DTYPES
+from specinfer.model.device import find_kv_dtype
 from specinfer.model.forward import forward
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.kv_tensors import KVTensors
@@ -185,7 +186,15 @@ def test_a_cache_of_so_many_bytes_has_slots_for_its_type(name: str, model_folder
         assert bytes_per_token([loaded]) == size * sum(shape.num_values for shape in loaded.layer_shapes)
         assert llm.target.cache.num_slots == 2**18 // bytes_per_token([loaded])
         assert llm.target.tensors.num_bytes() <= 2**18
-        assert {pool.dtype for pool in llm.target.tensors.values} == {KV_CACHE_DTYPES[name] or torch.float32}
+        assert {pool.dtype for pool in llm.target.tensors.values} == {find_kv_dtype(name) or torch.float32}
+
+
+def test_a_type_that_back_ends_do_not_know_is_refused_before_anything_is_loaded(
+    model_folder: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KV_CACHE_DTYPES, "fp8", "float8_e4m3fnuz")
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype: 'fp8' is not in KV_TYPES .* use auto, bfloat16, "):
+        _llm(model_folder(tokenizer=True), "fp8")
 
 
 def test_inputs_of_layers_without_attention_are_stored_as_they_are(model_folder: Folders) -> None:

@@ -3,7 +3,9 @@
 Kernels run in Triton's interpreter; compiling them is tests/ops/test_programs.py's.
 """
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +23,13 @@ from specinfer.core.tree import TokenTree
 from specinfer.model.attention import AttentionFeatures, attend_stored
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_tensors import KVTensors, LayerShape, bytes_per_slot
-from specinfer.ops import AttentionCall
-from specinfer.ops.kv_types import FLOAT8, KVScales, to_stored
-from specinfer.ops.triton import attention, rotary, store
+from specinfer.ops import AttentionCall, cpu
+from specinfer.ops.kv_types import FLOAT8, KV_TYPES, KVScales, to_stored
+from specinfer.ops.triton import attention, float8, rotary, store
 from specinfer.ops.triton.blocks import Blocks
 from tree_cases import AttentionCase, Part, wide
 
+E4M3, E5M2 = FLOAT8
 CPU = torch.device("cpu")
 SCALES = KVScales(0.37, 2.5)
 BYTES = torch.arange(256, dtype=torch.uint8)
@@ -80,6 +83,15 @@ def equal(found: Tensor, wanted: Tensor) -> bool:
 
 
 # ------------------------------------------------------------------------------------------ what is stored
+
+
+def test_back_ends_know_the_numbers_of_all_types() -> None:
+    header = (Path(cpu.__file__).parent / "types.h").read_text()
+    native = re.findall(r"enum Type \{ (.*?) \}", header)[0].split(", ")
+    names = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16", E4M3: "FP8", E5M2: "E5M2"}
+    assert {dtype: native[kind.native] for dtype, kind in KV_TYPES.items()} == names, "branches of fetch and store"
+    kinds = dict.fromkeys(names, float8.AS_STORED.value) | {E4M3: float8.E4M3.value, E5M2: float8.E5M2.value}
+    assert {dtype: kind.kernel for dtype, kind in KV_TYPES.items()} == kinds
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)

@@ -13,7 +13,15 @@ from specinfer.core.rules import DRAFT_SAMPLINGS, RULES
 from specinfer.core.tree_shape import TreeShape, parse_count, parse_tree
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+# Types of keys and values, by the names that users give them, as PyTorch names them; None is that of the model.
+KV_CACHE_DTYPES = {
+    "auto": None,
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
 QUANTIZATIONS = ("int8", "int4", "fp8")
 MODEL, SPECULATION = "Model", "Speculation"  # sections of the help
 _MAX_NGRAM = 64  # each length takes memory for every token

@@ -10,11 +10,13 @@ import re
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 
-from specinfer.core.config import EngineConfig, check_device
+from specinfer.core.config import KV_CACHE_DTYPES, EngineConfig, check_device
 from specinfer.core.errors import first_line
+from specinfer.ops.kv_types import KV_TYPES
 
 logger = logging.getLogger(__name__)
 _DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")  # of NVIDIA's driver on Linux
@@ -28,18 +30,24 @@ DTYPES: dict[str, str | torch.dtype] = {
     "half": torch.float16,
     "float": torch.float32,
 }
-KV_CACHE_DTYPES: dict[str, torch.dtype | None] = {
-    "auto": None,  # that of the model
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
 # Products of 4096 outputs in blocks of 128 by 256 then have two blocks for each multiprocessor, so that few are idle.
 _TOKENS_PER_CORE = 16
 _BFLOAT16 = (8, 0)  # the first compute capability with units for it
 _MOST_TOKENS = 2048  # of a step by default: requests that decode wait for prompts that are read in the same pass
+
+
+def find_kv_dtype(name: str) -> torch.dtype | None:
+    """Return the type of keys and values of this name, one of `KV_CACHE_DTYPES`, or None for that of the model.
+
+    Raises:
+        ValueError: It is not known how numbers of this type are stored.
+    """
+    known = KV_CACHE_DTYPES[name]
+    dtype = None if known is None else getattr(torch, known)
+    if dtype is not None and dtype not in KV_TYPES:
+        names = ", ".join(other for other in KV_CACHE_DTYPES if other != name)
+        raise ValueError(f"kv_cache_dtype: {name!r} is not in KV_TYPES (ops/kv_types.py); use {names}")
+    return cast(torch.dtype | None, dtype)
 
 
 def find_device(name: str) -> torch.device:

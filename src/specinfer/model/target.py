@@ -13,7 +13,7 @@ import torch
 from specinfer.core.config import EngineConfig, OffloadConfig, check_quantization
 from specinfer.core.parallel_config import Place
 from specinfer.core.progress import ProgressCallback
-from specinfer.model.device import DTYPES, KV_CACHE_DTYPES, check_gpu, find_device
+from specinfer.model.device import DTYPES, check_gpu, find_device, find_kv_dtype
 from specinfer.model.folder import TOKEN_MAP
 from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
@@ -116,7 +116,7 @@ def load_shard(
     """Load one rank's shard; raises as `load_model` does."""
     return load_model(
         Path(settings.folder), DTYPES[settings.dtype], rank_device(settings.device, place), settings.quantization,
-        offload=settings.offload, progress=progress, shard=shard, kv_dtype=KV_CACHE_DTYPES[settings.kv_cache_dtype],
+        offload=settings.offload, progress=progress, shard=shard, kv_dtype=find_kv_dtype(settings.kv_cache_dtype),
         num_sharing=place.local_size, max_model_len=settings.limits.max_model_len,
     )  # fmt: skip
 

@@ -9,7 +9,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+class KVType(NamedTuple):
+    """The numbers by which back ends know a type.
+
+    Attributes:
+        native: Number of the `Type` in types.h.
+        kernel: `KIND` of Triton's kernels, see `triton.float8`; 0 for numbers that Triton reads as they are.
+    """
+
+    native: int
+    kernel: int
+
+
+# Only these types can be stored: back ends take their numbers from here.
+KV_TYPES = {
+    torch.float32: KVType(0, 0),
+    torch.bfloat16: KVType(1, 0),
+    torch.float16: KVType(2, 0),
+    torch.float8_e4m3fn: KVType(9, 1),
+    torch.float8_e5m2: KVType(10, 2),
+}
+FLOAT8 = tuple(dtype for dtype in KV_TYPES if dtype.itemsize == 1)
 
 
 class KVScales(NamedTuple):

@@ -23,7 +23,7 @@ from specinfer.engine_args import EngineArgs
 from specinfer.model.adapters.registry import Adapters
 from specinfer.model.capacity import bytes_per_state, bytes_per_token, cache_bytes, num_states, plan_capacity
 from specinfer.model.definition import load_tokenizer
-from specinfer.model.device import DTYPES, KV_CACHE_DTYPES, find_device
+from specinfer.model.device import DTYPES, find_device, find_kv_dtype
 from specinfer.model.graphs.capture import Graphs, make_graphs
 from specinfer.model.graphs.check import captured_bytes
 from specinfer.model.heads.assistant import AssistantHead
@@ -162,7 +162,7 @@ def _load_target(
         ranks = None
         target = load_model(
             Path(settings.folder), DTYPES[settings.dtype], find_device(settings.device), settings.quantization,
-            offload=settings.offload, progress=progress, kv_dtype=KV_CACHE_DTYPES[settings.kv_cache_dtype],
+            offload=settings.offload, progress=progress, kv_dtype=find_kv_dtype(settings.kv_cache_dtype),
             max_model_len=settings.limits.max_model_len,
         )  # fmt: skip
     if target.stream is not None:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from specinfer.ops.cpu.library import call
-from specinfer.ops.cpu.panels import FP8, TYPES
 from specinfer.ops.cpu.recurrence import NativeScan
-from specinfer.ops.kv_types import NO_SCALES, KVScales
+from specinfer.ops.kv_types import KV_TYPES, NO_SCALES, KVScales
 
 MAX_DIM = 512  # of a head
-_TYPES = TYPES | {torch.float8_e4m3fn: FP8, torch.float8_e5m2: FP8 + 1}
 _Integers = npt.NDArray[np.int64]
 
 
@@ -138,7 +136,7 @@ class AttentionCall:
         scale *= kv_scales.key
         joins_heads = query_norm is not None and len(query_norm) != dim
         flags = (is_gated, joins_heads, rotates_pairs, num_stored)
-        self._structure = _Attention(*addresses, *sizes, scale, eps, *scales, _TYPES[keys.dtype], *flags)
+        self._structure = _Attention(*addresses, *sizes, scale, eps, *scales, KV_TYPES[keys.dtype].native, *flags)
         self.address = ctypes.addressof(self._structure)
         self._num_heads, self._dim = num_heads, dim
 
@@ -173,4 +171,4 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def attends(keys: Tensor, values: Tensor) -> bool:
     """Return whether native attention supports this cache."""
     alike = keys.dtype == values.dtype and keys.shape == values.shape
-    return alike and keys.dtype in _TYPES and keys.shape[2] <= MAX_DIM
+    return alike and keys.dtype in KV_TYPES and keys.shape[2] <= MAX_DIM

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Types of the cache's numbers: those that Triton reads as they are, and e4m3 and e5m2 as bytes.
+from specinfer.ops.kv_types import KV_TYPES
+
+# Kinds of the cache's numbers, as `KV_TYPES` has them: those that Triton reads as they are, and e4m3 and e5m2 as bytes.
 AS_STORED, E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_KINDS: dict[torch.dtype, int] = {torch.float8_e4m3fn: E4M3.value, torch.float8_e5m2: E5M2.value}
 _NATIVE = (8, 9)  # the first compute capability with instructions for it
 
 
@@ -75,12 +76,12 @@ def _rounded(numbers, inverse, KIND: tl.constexpr):
 
 def kind_of(pool: Tensor) -> int:
     """Return the kind of the numbers in a pool of the cache, for `KIND`."""
-    return _KINDS.get(pool.dtype, 0)
+    return KV_TYPES[pool.dtype].kernel
 
 
 def as_stored(pool: Tensor) -> Tensor:
     """Return the pool as kernels take it: not all devices have pointers to numbers of 8 bits."""
-    return pool.view(torch.uint8) if pool.dtype in _KINDS else pool
+    return pool.view(torch.uint8) if kind_of(pool) else pool
 
 
 @cache
