@@ -22,7 +22,7 @@ from specinfer.core.vllm_names import from_speculative_config
 from specinfer.engine_args import EngineArgs
 from specinfer.hub import cache
 from specinfer.hub.cache import damaged_files, find_cached
-from specinfer.hub.files import choose_gguf, refusal
+from specinfer.hub.files import HEADS, SUPPORTED_HEADS, choose_gguf, head_format, refusal
 from specinfer.hub.known_drafters import auto_drafters, known_drafters, known_names, near_names
 from specinfer.hub.locate import hub_name, locate, locate_tokenizer, without_revision
 from specinfer.hub.store import cached_models, download, remove
@@ -454,3 +454,10 @@ def test_files_that_agreed_with_their_checksums_are_not_read_again(
         locate("me/twice")
     (path / "model.safetensors").resolve().write_text("weights")
     assert locate("me/twice") == path
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_every_format_are_known_by_their_words_and_have_a_class(name: str) -> None:
+    head = HEADS[name]
+    assert {head_format({"model_type": f"{word}-1"}) for word in head.words} <= {name}
+    assert (name in SUPPORTED_HEADS) == (head.path is not None and callable(head.find()))

@@ -3,8 +3,9 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 TEMPLATE_FOLDER = "additional_chat_templates"  # those with a name, such as the one for conversations with tools
@@ -17,14 +18,44 @@ _GGUF_PART = re.compile(r"^(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.g
 # Of most of their variants; see `model.quantized.formats`.
 READ_METHODS = frozenset({"compressed-tensors", "gptq", "awq", "auto-round", "fp8", "bitsandbytes", "mxfp4"})
 _METHODS = {"awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4"}
-# Drafters that read hidden states of their target, by a word in their configurations, and those that can be loaded.
-ASSISTANT = "Gemma 4 assistant"
-_HEADS = {
-    "gemma4_assistant": ASSISTANT, "gemma4_unified_assistant": ASSISTANT,
-    "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "eagle": "EAGLE", "dspark": "DSpark", "jetspec": "JetSpec",
-    "dflash": "DFlash", "medusa": "Medusa", "assistant": "assistant",
-}  # fmt: skip
-SUPPORTED_HEADS = frozenset({"EAGLE-3", "P-EAGLE", "EAGLE", "MTP", "DFlash", "DSpark", "JetSpec", ASSISTANT})
+ASSISTANT, MTP_LAYER = "Gemma 4 assistant", "MTP"
+
+
+class HeadKind(NamedTuple):
+    """A format of drafters that read hidden states of their target.
+
+    Attributes:
+        words: Parts of the architecture or the model type in its configurations.
+        path: Its class, or the function that loads it, as "module:name", imported when it is loaded. None if this
+            format is known, but cannot be loaded.
+    """
+
+    words: tuple[str, ...]
+    path: str | None
+
+    def find(self) -> Any:
+        """Return the class or the function."""
+        assert self.path is not None
+        module, name = self.path.split(":")
+        return getattr(import_module(module), name)
+
+
+# By the names of formats; the first one with a word of the configuration is taken.
+HEADS = {
+    ASSISTANT: HeadKind(
+        ("gemma4_assistant", "gemma4_unified_assistant"), "specinfer.model.heads.assistant:AssistantHead"
+    ),
+    "EAGLE-3": HeadKind(("eagle3",), "specinfer.model.heads.eagle3:Eagle3Head"),
+    "P-EAGLE": HeadKind(("peagle",), "specinfer.model.heads.eagle3:Eagle3Head"),
+    "EAGLE": HeadKind(("eagle",), "specinfer.model.heads.pair:EagleHead"),
+    "DSpark": HeadKind(("dspark",), "specinfer.model.heads.block:BlockHead"),
+    "JetSpec": HeadKind(("jetspec",), "specinfer.model.heads.block:BlockHead"),
+    "DFlash": HeadKind(("dflash",), "specinfer.model.heads.block:BlockHead"),
+    MTP_LAYER: HeadKind((), "specinfer.model.heads.mtp:load_mtp"),  # in the files of its target
+    "Medusa": HeadKind(("medusa",), None),
+    "assistant": HeadKind(("assistant",), None),
+}
+SUPPORTED_HEADS = frozenset(name for name, head in HEADS.items() if head.path is not None)
 PICKLE = "pytorch_model.bin"
 _TEXT = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -150,7 +181,7 @@ def head_format(config: Mapping[str, Any]) -> str | None:
         return "EAGLE-3"
     names = [*(config.get("architectures") or ()), config.get("speculators_model_type"), config.get("model_type")]
     kind = " ".join(map(str, names)).lower()
-    return next((label for word, label in _HEADS.items() if word in kind), None)
+    return next((name for name, head in HEADS.items() if any(word in kind for word in head.words)), None)
 
 
 def verifier_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -116,7 +116,8 @@ class FeatureHead(nn.Module):
     Attributes:
         reads: Numbers of the target's layers after which hidden states are read, ascending.
         width: Size of a feature.
-        layer_shapes: What its layers store for each token.
+        layer_shapes: What its layers store for each token. A head that stores nothing also has no features stored for
+            it, and needs a runner that reads the target's cache, such as that of `AssistantHead`.
         token_map: [map] the target's ids of its logits, or None for the whole vocabulary.
         dialects: All ways in which its configuration can be read, the most likely one first.
         block: The rows of a pass that drafts a whole tree, or None for a pass for each level.

@@ -1,6 +1,6 @@
 """Loading of a head next to its target."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,28 +8,18 @@ from typing import Any
 from torch.nn import functional
 
 from specinfer.core.errors import ModelError
-from specinfer.hub.files import ASSISTANT, head_format, may_be_eagle, read_object
+from specinfer.hub.files import ASSISTANT, HEADS, MTP_LAYER, head_format, may_be_eagle, read_object
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config, storing_layers
 from specinfer.model.families import REPLACED
 from specinfer.model.folder import read_weight
-from specinfer.model.heads.assistant import AssistantHead
-from specinfer.model.heads.block import BlockHead
 from specinfer.model.heads.checkpoint import HeadCheckpoint, check_stated_target, tensor_names
-from specinfer.model.heads.eagle3 import Eagle3Head
 from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
-from specinfer.model.heads.mtp import load_mtp
-from specinfer.model.heads.pair import EagleHead
 from specinfer.model.kv_tensors import LayerShape, TapShape
 from specinfer.model.linears import quantize_linears
 from specinfer.model.load import LoadedModel, num_bytes_of, path_of
 from specinfer.model.recurrent.layers import LOOP_REPLACED
 from specinfer.ops import pack_linears
-
-_HEADS: dict[str, Callable[[HeadCheckpoint, TargetShape, TargetEnds], FeatureHead]] = {
-    "EAGLE-3": Eagle3Head, "P-EAGLE": Eagle3Head, "EAGLE": EagleHead, "DFlash": BlockHead, "DSpark": BlockHead,
-    "JetSpec": BlockHead,
-}  # fmt: skip
 
 
 def find_format(folder: Path) -> str | None:
@@ -64,16 +54,17 @@ def load_head(folder: Path, target: LoadedModel, quantization: str | None = None
     shape = TargetShape.from_config(config)
     ends = _ends_of(target)
     if folder == target.folder:
-        head = load_mtp(folder, target.dtype, target.device, shape, ends)
+        kind = MTP_LAYER
+        head: FeatureHead = HEADS[kind].find()(folder, target.dtype, target.device, shape, ends)
     else:
         checkpoint = HeadCheckpoint(folder, target.dtype, target.device)
         check_stated_target(checkpoint, config)
         kind = str(find_format(folder))
-        if kind == ASSISTANT:
-            head = AssistantHead(checkpoint, shape, ends, *_target_cache(folder, target, config))
-        else:
-            head = _HEADS[kind](checkpoint, shape, ends)
+        cache = _target_cache(folder, target, config) if kind == ASSISTANT else ()
+        head = HEADS[kind].find()(checkpoint, shape, ends, *cache)
         checkpoint.check_all_taken()
+    if not head.layer_shapes and kind != ASSISTANT:
+        raise ModelError(f"drafters: {folder} has no layer that stores keys and values; name another head")
     head.to(target.device)  # rotations are computed, on the CPU
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     if target.native and target.device.type == "cpu":
