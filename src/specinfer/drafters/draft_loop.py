@@ -173,7 +173,7 @@ class DraftLoop:
             name = source(self._name, request)
             numbers = (*self._calibration.lines(name), self._calibration.by_rank(name))
             alive.append(numbers)
-            tree.heights, tree.slopes, tree.by_rank = (one.ctypes.data for one in numbers)
+            tree.heights, tree.slopes, tree.by_rank = (column.ctypes.data for column in numbers)
             tree.min_path_prob, tree.min_gain = budget.min_path_prob, budget.min_gain
         if not params.is_greedy:
             tree.seed, tree.temperature = request.seed, params.temperature

@@ -86,15 +86,15 @@ def reads_target(name: str, folder: Path) -> bool:
 
 def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
     """Raise a `ModelError` if a head's own tokenizer has other tokens than the target's, a few renamed ones aside."""
-    own = token_ids(folder, with_added_tokens=True)
-    if own is None:
+    ids_of_drafter = token_ids(folder, with_added_tokens=True)
+    if ids_of_drafter is None:
         raise ModelError(f"drafters: tokenizer.json of {folder} cannot be read; replace it by the target's")
     of_target = {i: token for token, i in tokenizer.get_vocab().items()}
-    num_other = sum(of_target.get(i) != token for token, i in own.items())
-    if num_other > _MAX_RENAMED * len(own):
+    num_other = sum(of_target.get(i) != token for token, i in ids_of_drafter.items())
+    if num_other > _MAX_RENAMED * len(ids_of_drafter):
         raise ModelError(
-            f"drafters: tokenizer.json of {folder} gives {num_other} of {len(own)} ids to tokens that are not the "
-            "target's; take a drafter that was trained for this target"
+            f"drafters: tokenizer.json of {folder} gives {num_other} of {len(ids_of_drafter)} ids to tokens that are "
+            "not the target's; take a drafter that was trained for this target"
         )
 
 

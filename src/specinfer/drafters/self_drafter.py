@@ -150,7 +150,7 @@ class SelfDrafter(SmallModelDrafter):
     def replay(self, requests: Sequence[Request]) -> None:
         """Compute the last tokens again, after the keys and values of those before, to be scored on them."""
         for start in range(0, len(requests), REPLAYED_TOGETHER):
-            group = [one for one in requests[start : start + REPLAYED_TOGETHER] if self.can_read(one)]
+            group = [request for request in requests[start : start + REPLAYED_TOGETHER] if self.can_read(request)]
             try:
                 self._score(group)
             except OutOfSlotsError:

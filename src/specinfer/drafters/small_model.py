@@ -104,7 +104,7 @@ class SmallModelDrafter:
         """Grow all trees in one call, as far as they fit it, and the others level by level."""
         fitting = [] if self._loop is None else self._loop.fitting(wanted)
         grown = self._loop.draft(fitting) if self._loop is not None and fitting else None
-        drafted = {one.request.request_id: one for one in grown or ()}
+        drafted = {tree.request.request_id: tree for tree in grown or ()}
         self._drafted |= drafted
         growing_trees = [
             GrowingTree(request, budget, self.name) for request, budget in wanted if request.request_id not in drafted

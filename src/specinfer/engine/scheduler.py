@@ -136,8 +136,8 @@ class Scheduler:
         """
         free = self._cache.num_available - sum(span.end - span.start for span in spans)
         if num_passes > 1 or len(spans) < len(self.running):  # leave slots for other requests in the next pass
-            own = {span.request for span in spans}
-            free -= sum(self._shares([request for request in self.turns.idle(self.running) if request not in own]))
+            requests = {span.request for span in spans}
+            free -= sum(self._shares([request for request in self.turns.idle(self.running) if request not in requests]))
             free -= len(self.turns.in_flight)
             head = next(iter(self.waiting), None)
             if head is not None and len(self.running) < self._max_num_seqs and not self.waiting.is_full(head.tenant):

@@ -67,11 +67,11 @@ class StageMarks:
 
     def seconds(self, end: Mark) -> dict[str, float]:
         """Return the seconds of each stage up to `end`, where the next step begins; unassigned time is "rest"."""
-        found = dict.fromkeys(STAGES, 0.0)
+        by_stage = dict.fromkeys(STAGES, 0.0)
         for (_, before), (stage, mark) in zip(self._marks, self._marks[1:], strict=False):
-            found[stage] += before.elapsed_time(mark) / 1000
-        found["rest"] += self._marks[-1][1].elapsed_time(end) / 1000
-        return found
+            by_stage[stage] += before.elapsed_time(mark) / 1000
+        by_stage["rest"] += self._marks[-1][1].elapsed_time(end) / 1000
+        return by_stage
 
 
 @dataclass(frozen=True, slots=True)

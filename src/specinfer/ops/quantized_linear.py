@@ -172,7 +172,7 @@ class Float8Linear(nn.Module):
     @classmethod
     def joined(cls, layers: Sequence["Float8Linear"]) -> Self:
         """Return one layer with the outputs of all layers, one after the other."""
-        codes, scales = torch.cat([one.codes for one in layers]), torch.cat([one.scales for one in layers])
+        codes, scales = torch.cat([layer.codes for layer in layers]), torch.cat([layer.scales for layer in layers])
         return cls(Float8Weight(codes, scales), joined_bias(layers), layers[0].dtype)
 
     @property

@@ -59,10 +59,10 @@ class QuantizedWeight:
         """
         weight = self
         while weight.nest is None and weight.group_size < LARGEST_GROUP and weight.scales.shape[1] % 2 == 0:
-            both = [None if one is None else one.unflatten(1, (-1, 2)) for one in weight.of_groups]
-            if not all(one is None or torch.equal(one[..., 0], one[..., 1]) for one in both):
+            both = [None if numbers is None else numbers.unflatten(1, (-1, 2)) for numbers in weight.of_groups]
+            if not all(numbers is None or torch.equal(numbers[..., 0], numbers[..., 1]) for numbers in both):
                 break
-            scales, added, zeros = (None if one is None else one[..., 0].contiguous() for one in both)
+            scales, added, zeros = (None if numbers is None else numbers[..., 0].contiguous() for numbers in both)
             assert scales is not None
             weight = replace(weight, scales=scales, added=added, zeros=zeros, group=2 * weight.group_size)
         return weight
@@ -113,7 +113,7 @@ class QuantizedWeight:
             return tensor[:, part.start // size : -(-part.stop // size)].contiguous()
 
         group = self.group_size
-        added, zeros = (None if one is None else cut(one, group) for one in (self.added, self.zeros))
+        added, zeros = (None if numbers is None else cut(numbers, group) for numbers in (self.added, self.zeros))
         codes = cut(self.codes.unflatten(1, (-1, group)), group).flatten(1)
         nest = None if self.nest is None else cut(self.nest, NEST)
         return replace(
@@ -140,7 +140,7 @@ class QuantizedWeight:
 
     def outline(self, rows: int) -> "QuantizedWeight":
         """Return weights on the meta device in the same format, with this many rows."""
-        return self.reordered(lambda one: torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta"))
+        return self.reordered(lambda tensor: torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta"))
 
     @staticmethod
     def joined(
@@ -148,12 +148,13 @@ class QuantizedWeight:
     ) -> "QuantizedWeight":
         """Return the rows of several weights of the same format, one after the other or in the order of `join`."""
         first = weights[0]
-        assert len(weights) == 1 or all(one.format == first.format for one in weights)  # a comparison reads levels
+        # A comparison reads levels.
+        assert len(weights) == 1 or all(weight.format == first.format for weight in weights)
         added, nest, zeros = (
-            None if getattr(first, name) is None else join([getattr(one, name) for one in weights])
+            None if getattr(first, name) is None else join([getattr(weight, name) for weight in weights])
             for name in ("added", "nest", "zeros")
         )
-        codes, scales = (join([getattr(one, name) for one in weights]) for name in ("codes", "scales"))
+        codes, scales = (join([getattr(weight, name) for weight in weights]) for name in ("codes", "scales"))
         return replace(first, codes=codes, scales=scales, added=added, nest=nest, zeros=zeros)
 
     @property

@@ -21,14 +21,15 @@ def pack_scales(weight: QuantizedWeight) -> tuple[int, Tensor]:
         return FP16_ZEROS, torch.cat([scales, _in_columns(weight.zeros)], dim=2).flatten(1)
     both = [weight.scales] if weight.added is None else [weight.scales, weight.added]
     if weight.nest is None:
-        packed = torch.stack([_in_columns(one) for one in both], dim=2)  # [panels, groups, 1 or 2, WIDTH]
+        packed = torch.stack([_in_columns(numbers) for numbers in both], dim=2)  # [panels, groups, 1 or 2, WIDTH]
         if weight.scales.dtype in _WHOLE:
             assert weight.added is None
             return _WHOLE[weight.scales.dtype], packed.squeeze(2)
         return FP16_SCALES if weight.added is None else FP16_AFFINE, packed.flatten(1).view(torch.uint8)
     nested = weight.nest.shape[1]
-    outer = torch.stack([_in_columns(one) for one in weight.nest.unbind(2)], dim=2)  # [panels, nests, 1 or 2, WIDTH]
-    inner = torch.stack([_in_columns(one.view(torch.uint8)) for one in both], dim=2)
+    # [panels, nests, 1 or 2, WIDTH]
+    outer = torch.stack([_in_columns(numbers) for numbers in weight.nest.unbind(2)], dim=2)
+    inner = torch.stack([_in_columns(numbers.view(torch.uint8)) for numbers in both], dim=2)
     inner = inner.unflatten(1, (nested, -1)).flatten(2)
     return (
         NESTED if weight.added is None else NESTED_AFFINE,

@@ -39,11 +39,11 @@ class Level:
 
     def __init__(self, frontiers: Sequence[Frontier]) -> None:
         self.frontiers = frontiers
-        self.starts = list(accumulate((len(one.depths) for one in frontiers), initial=0))
+        self.starts = list(accumulate((len(frontier.depths) for frontier in frontiers), initial=0))
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def each(self, value_of: Callable[[Frontier], T]) -> list[T]:
         """Return the value of each node's frontier."""
-        return [value for one in self.frontiers for value in [value_of(one)] * len(one.depths)]
+        return [value for frontier in self.frontiers for value in [value_of(frontier)] * len(frontier.depths)]

@@ -79,9 +79,9 @@ class GuardedDrafter:
         if any(tree.arrays.tokens[0] != span.request.token_ids[-1] for tree, span in zip(trees, spans, strict=True)):
             return False
         arrays = [tree.arrays for tree in trees]
-        tokens, depths = (np.concatenate([one[i] for one in arrays]) for i in (0, 2))
+        tokens, depths = (np.concatenate([tree[i] for tree in arrays]) for i in (0, 2))
         is_known = tokens.min() >= 0 and (self._vocab_size is None or tokens.max() < self._vocab_size)
-        limits = [one.max_depth for one in budgets]
+        limits = [budget.max_depth for budget in budgets]
         if depths.max() > min(limits):
             return bool(is_known) and bool((depths <= np.repeat(limits, [len(tree) for tree in trees])).all())
         return bool(is_known)

@@ -175,7 +175,9 @@ class MergedDrafter:
         # A drafter that cannot be scored is asked only if none can be scored.
         able = [drafter for drafter in able if drafter.num_unscored < MAX_FAILURES] or able
         return [
-            selection.restrict(span.request, budget, [one.name for one in able if one.can_read(span.request)])
+            selection.restrict(
+                span.request, budget, [drafter.name for drafter in able if drafter.can_read(span.request)]
+            )
             if is_open
             else budget
             for span, budget, is_open in zip(spans, budgets, open_ones, strict=True)

@@ -163,7 +163,7 @@ class RemoteDrafter:
     def _learned_since(self, requests: Sequence[Request]) -> list[CalibrationState]:
         """Return the changed calibration states that the draft of these requests depends on."""
         states = []
-        for is_greedy, name in sorted({(one.params.is_greedy, source(self.name, one)) for one in requests}):
+        for is_greedy, name in sorted({(request.params.is_greedy, source(self.name, request)) for request in requests}):
             state: Floats = self._calibration.state(name)
             if self._learned.get(name) != state.tobytes():
                 self._learned[name] = state.tobytes()

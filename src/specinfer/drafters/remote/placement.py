@@ -35,13 +35,13 @@ class DrafterPlacement:
 
     def of(self, rank: int) -> dict[int, PlacedDrafter]:
         """Return the drafters of one rank, by number."""
-        return {i: one for i, one in enumerate(self.placed) if one.rank == rank}
+        return {i: placed for i, placed in enumerate(self.placed) if placed.rank == rank}
 
     def wanted(self) -> dict[str, str]:
         """Return what must be the same on all ranks, by the names of options."""
         if not self.placed:
             return {}
-        places = [f"{digest(Path(one.folder))} on rank {one.rank}" for one in self.placed]
+        places = [f"{digest(Path(placed.folder))} on rank {placed.rank}" for placed in self.placed]
         return {"drafters": ", ".join(places), "drafter_quantization": str(self.quantization)}
 
     def as_json(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class DrafterPlacement:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "DrafterPlacement":
-        return cls(**(fields | {"placed": tuple(PlacedDrafter(**one) for one in fields["placed"])}))
+        return cls(**(fields | {"placed": tuple(PlacedDrafter(**placed) for placed in fields["placed"])}))
 
 
 def place_drafters(

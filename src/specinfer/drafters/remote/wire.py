@@ -89,17 +89,17 @@ def unpack(message: Tensor) -> tuple[Any, Iterator[Array]]:
 def write_draft_request(drafter: int, draft_request: DraftRequest) -> Tensor:
     """Return a message to this drafter, [count] int32, that is answered by trees or a failure."""
     updates, learned, tree_requests = draft_request
-    trees = [(*one[:4], asdict(one.budget) | {"drafters": None}) for one in tree_requests]
-    header = {"drafter": drafter, "draft": [updates, [one.is_sampled for one in learned], trees]}
-    return pack(header, [one.state for one in learned])
+    trees = [(*tree_request[:4], asdict(tree_request.budget) | {"drafters": None}) for tree_request in tree_requests]
+    header = {"drafter": drafter, "draft": [updates, [calibration.is_sampled for calibration in learned], trees]}
+    return pack(header, [calibration.state for calibration in learned])
 
 
 def read_draft_request(draft: Any, states: Iterator[Array]) -> DraftRequest:
     """Return what was passed to `write_draft_request`, of its header and arrays."""
     updates, learned, trees = draft
     return DraftRequest(
-        [RequestUpdate(*one) for one in updates],
-        [CalibrationState(*one) for one in zip(learned, states, strict=True)],
+        [RequestUpdate(*update) for update in updates],
+        [CalibrationState(*state) for state in zip(learned, states, strict=True)],
         [
             TreeRequest(key, about, tokens, first_draw, TreeBudget(**budget | {"widths": tuple(budget["widths"])}))
             for key, about, tokens, first_draw, budget in trees

@@ -44,11 +44,11 @@ def use_draft_programs(drafter: Drafter | None, target_vocab: int) -> list["Draf
     """Let the drafters grow their trees by programs, where passes are captured; return the programs of each."""
     made = list[DraftPrograms]()
     if isinstance(drafter, MergedDrafter) and drafter.selection is None:
-        for one in drafter.models:
-            graphs = _graphs_of(one)
+        for model in drafter.models:
+            graphs = _graphs_of(model)
             if graphs is not None and graphs.captures:
-                made.append(DraftPrograms(one, target_vocab, graphs, drafter.calibration))
-                one.grow_with(made[-1])
+                made.append(DraftPrograms(model, target_vocab, graphs, drafter.calibration))
+                model.grow_with(made[-1])
     return made
 
 
@@ -235,10 +235,14 @@ class DraftPrograms:
         if tables.own is not None:
             yield "own", tables.own.changes(slots_of)
         if tables.target is not None:
-            yield "target", tables.target.changes([self._reader.cache.slots(one.request_id) for one in requests])
+            yield (
+                "target",
+                tables.target.changes([self._reader.cache.slots(request.request_id) for request in requests]),
+            )
         if tables.following is not None:  # of the tokens that a head computes now
             unread = [
-                (len(slots), one.token_ids[len(slots) + 1 :]) for slots, one in zip(slots_of, requests, strict=True)
+                (len(slots), request.token_ids[len(slots) + 1 :])
+                for slots, request in zip(slots_of, requests, strict=True)
             ]
             context = tables.following.context
             yield (
@@ -251,9 +255,9 @@ class DraftPrograms:
 
         The rule of one request stands for that of all whose tokens are chosen, or drawn.
         """
-        sampled = [one for one in requests if not one.params.is_greedy]
+        sampled = [request for request in requests if not request.params.is_greedy]
         chosen, drawn = (
-            next((one.verification for one in sampled if self._draws(one) == is_drawn), None)
+            next((request.verification for request in sampled if self._draws(request) == is_drawn), None)
             for is_drawn in (False, True)
         )
         return list(zip(*chance_lines(self._calibration, self._name, (chosen, drawn)), strict=True))

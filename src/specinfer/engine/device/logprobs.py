@@ -37,11 +37,11 @@ class Asked:
     @classmethod
     def from_params(cls, params: Iterable[SamplingParams], vocab: int) -> "Asked | None":
         """Return the least that includes what each of these requests asks for, or None if none asks."""
-        asked = [one for one in params if one.logprobs is not None]
+        asked = [wanted for wanted in params if wanted.logprobs is not None]
         if not asked:
             return None
-        best = at_least(BEST, max(one.logprobs or 0 for one in asked))
-        others = at_least(OTHERS, max(len(one.scored_tokens) for one in asked))
+        best = at_least(BEST, max(wanted.logprobs or 0 for wanted in asked))
+        others = at_least(OTHERS, max(len(wanted.scored_tokens) for wanted in asked))
         assert best is not None
         assert others is not None
         return cls(min(best, vocab), others)

@@ -90,12 +90,12 @@ def why_not_sampled(drafter: Drafter | None, verification: str) -> str | None:
     if verification not in ("coupled", AUTO) and not (draws and RULES[verification].gpu_walk):
         return f"verification is {verification}, which has no walk on a device"
     kinds, models = (drafter.drafters, drafter.models) if isinstance(drafter, MergedDrafter) else ((), [])
-    if draws and sum(one.name != PREDICTION for one in kinds) > 1:
+    if draws and sum(kind.name != PREDICTION for kind in kinds) > 1:
         return f"verification is {verification}, with several drafters"
     if draws and not models:
         return f"verification is {verification}, and no drafter is a model"
     wanted = "without-replacement" if draws else "shared-noise"
-    others = {one.draft_sampling for one in models} - {wanted, AUTO}
+    others = {model.draft_sampling for model in models} - {wanted, AUTO}
     return f"draft_sampling is {others.pop()}" if others else None
 
 
@@ -253,7 +253,7 @@ class AdjustedRows:
 
     def update(self, requests: Sequence[Request]) -> list[int]:
         """Bring the rows of these requests up to date, and return them."""
-        for request in [one for one in self._rows if one.is_finished]:
+        for request in [request for request in self._rows if request.is_finished]:
             self._free.append(self._rows.pop(request)[0])
         rows, no_row, vocab = [], self._no_row, self._vocab
         emitted = list[int]()  # cells of the table of tokens that were seen
@@ -284,4 +284,6 @@ class AdjustedRows:
 
     def of(self, rows: Tensor) -> Adjustments:
         """Return those of some rows, [requests] int64."""
-        return Adjustments(*(getattr(self._adjustments, one.name).index_select(0, rows) for one in fields(Adjustments)))
+        return Adjustments(
+            *(getattr(self._adjustments, field.name).index_select(0, rows) for field in fields(Adjustments))
+        )

@@ -21,8 +21,8 @@ class LayerCall:
             assert reads_anew or (before is not None and before.adds.post_norm is None)
             assert (part.adds.sum == Sum.LAST) == (before is not None and before.adds.sum == Sum.FIRST)
             before = part
-        self.linears = [one for part in parts for one in part.linears]
-        self.calls = [one for part in parts for one in part.calls]
+        self.linears = [linear for part in parts for linear in part.linears]
+        self.calls = [call for part in parts for call in part.calls]
         self.scan_floats = max(part.scan_floats for part in parts)
         self._max_rows = min(part.max_rows for part in parts)
         self._scratch_floats = max(part.scratch_floats for part in parts)

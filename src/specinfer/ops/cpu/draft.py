@@ -119,7 +119,7 @@ class DecoderParts(NamedTuple):
     def floats(self) -> int:
         """Scratch floats for each token."""
         calls = [self.head, self.layer_inputs, None if self.features is None else self.features.join]
-        return max(self.layer_floats, *(one.scratch_floats for one in calls if one is not None))
+        return max(self.layer_floats, *(call.scratch_floats for call in calls if call is not None))
 
 
 class GrowthRules(NamedTuple):

@@ -83,11 +83,13 @@ class ExpertsCall:
         count = len(linears)
         assert count % routing.groups[0] == 0
         assert (opening == Opening.IN_PANELS) == (ending != Ending.STORE)
-        addresses = [(ctypes.c_void_p * count)(*(one.address for one in calls)) for calls in zip(*linears, strict=True)]
+        addresses = [
+            (ctypes.c_void_p * count)(*(call.address for call in calls)) for calls in zip(*linears, strict=True)
+        ]
         self._alive, self.routing = addresses, routing
         self._structure = _Experts(
             *map(ctypes.addressof, addresses),
-            *(None if one is None else one.data_ptr() for one in (routing.bias, routing.scales)),
+            *(None if tensor is None else tensor.data_ptr() for tensor in (routing.bias, routing.scales)),
             count, routing.num_chosen, *routing.groups, routing.factor, routing.scores, routing.normalizes,
             ending, opening,
         )  # fmt: skip
@@ -95,7 +97,7 @@ class ExpertsCall:
         first, second = linears[0]
         inner = second.panels.inputs
         rows = 2 * first.panels.inputs + inner + (0 if opening == Opening.IN_PANELS else first.outputs)
-        scratch = max(one.scratch_floats for one in self.calls)
+        scratch = max(call.scratch_floats for call in self.calls)
         self.scratch_floats = count + routing.num_chosen + rows + scratch  # for each token
 
     def __deepcopy__(self, memo: object) -> Self:

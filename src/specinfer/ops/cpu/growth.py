@@ -90,24 +90,24 @@ class GrowthCall:
 
     def __init__(self, rules: Sequence[TreeRules], middles: Floats, breadth: int) -> None:
         self._rules, self._middles, self._breadth = rules, middles, breadth
-        capacities = [one.max_nodes + 1 for one in rules]
+        capacities = [rule.max_nodes + 1 for rule in rules]
         self.starts = list(accumulate(capacities, initial=0))
         count, first = self.starts[-1], self.starts[:-1]
         self.tokens, self.parents, self.depths = np.empty((3, count), dtype=np.int64)
         self.path_prob, self.confidence = np.empty((2, count))
         self.sources = np.empty((count, 3), dtype=np.int64)
         self.ancestry = np.empty((count, max(capacities, default=1)), dtype=np.bool_)
-        self.tokens[first] = [one.root for one in rules]
+        self.tokens[first] = [rule.root for rule in rules]
         self.parents[first], self.depths[first], self.path_prob[first] = -1, 0, 1.0
         self.ancestry[first] = False
         self.ancestry[first, 0] = True
         # A fixed expansion is offered what it takes.
-        self._most_guesses = [one.max_nodes if one.widths else (one.max_nodes + 1) * breadth for one in rules]
+        self._most_guesses = [rule.max_nodes if rule.widths else (rule.max_nodes + 1) * breadth for rule in rules]
         self._trees = np.zeros((len(rules), 16), dtype=np.int64)
-        widths = [one.widths[0] if one.widths else min(breadth, one.max_nodes) for one in rules]
+        widths = [rule.widths[0] if rule.widths else min(breadth, rule.max_nodes) for rule in rules]
         numbers = [
-            (start, place, one.max_depth, one.max_nodes, 1, 1, width)
-            for start, place, one, width in zip(
+            (start, place, rule.max_depth, rule.max_nodes, 1, 1, width)
+            for start, place, rule, width in zip(
                 first, accumulate(self._most_guesses, initial=0), rules, widths, strict=False
             )
         ]
@@ -162,12 +162,12 @@ class GrowthCall:
 
     def _prepared(self, *, replaced: bool) -> _Growth:
         rules, trees, middles = self._rules, self._trees, self._middles
-        fixed = [np.array(one.widths, dtype=np.int64) if one.widths else None for one in rules]
-        lines = [(None,) * 3 if one.widths else (*one.lines, one.by_rank) for one in rules]
+        fixed = [np.array(rule.widths, dtype=np.int64) if rule.widths else None for rule in rules]
+        lines = [(None,) * 3 if rule.widths else (*rule.lines, rule.by_rank) for rule in rules]
         for column, pointed in zip(range(FIXED, BY_RANK + 1), (fixed, *zip(*lines, strict=True)), strict=True):
             trees[:, column] = addresses(pointed)
         numbers = trees.view(np.float64)
-        numbers[:, MIN_PATH_PROB : MIN_GAIN + 1] = [(one.min_path_prob, one.min_gain) for one in rules]
+        numbers[:, MIN_PATH_PROB : MIN_GAIN + 1] = [(rule.min_path_prob, rule.min_gain) for rule in rules]
         count = sum(self._most_guesses)
         guesses = np.empty((count, _GUESS), dtype=np.int64)
         if replaced:
@@ -179,8 +179,8 @@ class GrowthCall:
         assert all(array.flags.c_contiguous for array in arrays)
         self._alive = (arrays, fixed)  # keeps the arrays alive as long as their addresses
         at = [address(array) for array in arrays]
-        ranks = next((len(one.by_rank) for one in rules if not one.widths), 1)
-        assert all(len(one.lines[0]) == ranks * (len(middles) + 1) for one in rules if not one.widths)
+        ranks = next((len(rule.by_rank) for rule in rules if not rule.widths), 1)
+        assert all(len(rule.lines[0]) == ranks * (len(middles) + 1) for rule in rules if not rule.widths)
         return _Growth(
             len(rules), *at[:8], self.ancestry.shape[1], *at[8:], len(BIN_EDGES) + 1, len(middles), ranks,
             self._breadth, 0, 0, 0, 0, *addresses(self._draws or (None,) * 3),

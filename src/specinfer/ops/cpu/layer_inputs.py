@@ -58,6 +58,6 @@ class LayerInputsCall:
         count = len(token_ids)
         result = torch.empty(count, self._width)
         room = torch.empty(count * (self._width + self.scratch_floats))
-        addresses = [one.data_ptr() for one in (token_ids, embedded, result, room)]
+        addresses = [tensor.data_ptr() for tensor in (token_ids, embedded, result, room)]
         call("specinfer_layer_inputs", self.address, *addresses, count)
         return result

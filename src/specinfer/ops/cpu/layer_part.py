@@ -141,15 +141,15 @@ class PartCall:
             i for i, one in enumerate((Attends, RecurrentParts, Opens, ExpertsCall)) if isinstance(between, one)
         )
         self.hidden = self.first.panels.inputs if self.second is None else self.second.outputs
-        addresses = (None if one is None else one.address for one in (self.first, self.second, gate))
+        addresses = (None if call is None else call.address for call in (self.first, self.second, gate))
         norms = (norm, adds.post_norm, scales, adds.sum_norm, router_norm)
-        weights = (None if one is None else one.data_ptr() for one in norms)
+        weights = (None if tensor is None else tensor.data_ptr() for tensor in norms)
         self._alive = norms
         sizes, factors = (self.hidden, opens.column), (eps, factor, adds.hidden_factor)
         numbers = (*sizes, *factors, kind, self.ending, opens.opening, skips_norm, adds.sum)
         self._structure = _Part(*addresses, *weights, *numbers)
         self.address = ctypes.addressof(self._structure)
-        self.max_rows = min((one.max_rows for one in self.linears), default=ANY_ROWS)
+        self.max_rows = min((linear.max_rows for linear in self.linears), default=ANY_ROWS)
         # For each token: what it reads, a sum, and more.
         self.scratch_floats = self.hidden * (1 if adds.sum == Sum.ALONE else 2) + self._floats()
 
@@ -162,13 +162,13 @@ class PartCall:
             return results + self.experts.scratch_floats + self.first.scratch_floats
         assert self.second is not None
         rows = self.second.panels.inputs + (0 if self.is_opened_at_once else self.first.outputs)
-        return rows + max(one.scratch_floats for one in self.linears) + (self.gate is not None)
+        return rows + max(linear.scratch_floats for linear in self.linears) + (self.gate is not None)
 
     @property
     def linears(self) -> list[LinearCall]:
         """Linear layers of the pass, but for the router of experts, which adapters do not change."""
         given = () if self.experts is not None else (self.first, self.second, self.gate)
-        return [one for one in given if one is not None]
+        return [call for call in given if call is not None]
 
     @property
     def calls(self) -> list[LinearCall]:

@@ -83,7 +83,9 @@ def address(array: npt.NDArray[Any]) -> int:
 def addresses(arrays: Iterable[npt.NDArray[Any] | None]) -> list[int]:
     """Return the address of each array, or 0 for None; that of an array named several times is looked up once."""
     known = dict[int, int]()
-    return [0 if one is None else known.get(id(one)) or known.setdefault(id(one), address(one)) for one in arrays]
+    return [
+        0 if array is None else known.get(id(array)) or known.setdefault(id(array), address(array)) for array in arrays
+    ]
 
 
 def compute_alone() -> None:

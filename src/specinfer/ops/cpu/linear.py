@@ -96,7 +96,7 @@ def choose(dtype: torch.dtype) -> Choice:
     source = torch.Generator().manual_seed(0)
     weights = [torch.randn((_SIZE, _SIZE), generator=source).to(dtype) for _ in range(_NUM_LAYERS)]
     panels = [Panels.from_weight(weight) for weight in weights]
-    calls = {dots: [LinearCall(one, dots=dots) for one in panels] for dots in {False, has_dots(TYPES[dtype])}}
+    calls = {dots: [LinearCall(panel, dots=dots) for panel in panels] for dots in {False, has_dots(TYPES[dtype])}}
     dots = len(calls) == 2 and is_faster(calls[True], calls[False], _FEW[-1:])
     plain = [lambda x, weight=weight: functional.linear(x.to(dtype), weight) for weight in weights]
     if not is_faster(calls[dots], plain, _FEW):

@@ -80,14 +80,14 @@ class AdapterTable:
 
     def __init__(self, layers: Sequence[LowRank | None]) -> None:
         self.layers, self.number = tuple(layers), 0
-        self.max_rank = max((len(one.down) for one in layers if one is not None), default=0)
-        self.num_bytes = sum(one.num_bytes for one in layers if one is not None)
+        self.max_rank = max((len(layer.down) for layer in layers if layer is not None), default=0)
+        self.num_bytes = sum(layer.num_bytes for layer in layers if layer is not None)
         self._structures = (_LowRank * len(layers))()
-        for structure, one in zip(self._structures, layers, strict=True):
-            if one is not None and one.blocks is not None:
-                addresses = (one.down.data_ptr(), one.up.data_ptr(), one.blocks.data_ptr())
+        for structure, layer in zip(self._structures, layers, strict=True):
+            if layer is not None and layer.blocks is not None:
+                addresses = (layer.down.data_ptr(), layer.up.data_ptr(), layer.blocks.data_ptr())
                 structure.down, structure.up, structure.blocks = addresses
-                structure.rank, structure.type = len(one.down), TYPES[one.down.dtype]
+                structure.rank, structure.type = len(layer.down), TYPES[layer.down.dtype]
         self.address = ctypes.addressof(self._structures)
 
 

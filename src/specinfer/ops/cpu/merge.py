@@ -69,13 +69,13 @@ def merge_trees(groups: Sequence[Sequence[TokenTree]], rules: MergeRules) -> lis
     """
     loaded = library()
     arrays = [tree.arrays for trees in groups for tree in trees]
-    draws = [one.draws for one in arrays]
+    draws = [tree.draws for tree in arrays]
     first_tree, first_node, first_draw = (
         np.array(list(accumulate(map(len, several), initial=0)), dtype=np.int64)
-        for several in (groups, [one.tokens for one in arrays], [one.nodes for one in draws])
+        for several in (groups, [tree.tokens for tree in arrays], [draw.nodes for draw in draws])
     )
-    tokens, parents = (np.concatenate([one[i] for one in arrays]) for i in range(2))
-    draw_nodes, confidence = (np.concatenate([one[i] for one in draws]) for i in (0, 2))
+    tokens, parents = (np.concatenate([tree[i] for tree in arrays]) for i in range(2))
+    draw_nodes, confidence = (np.concatenate([draw[i] for draw in draws]) for i in (0, 2))
     makers, places = _makers(groups, draws, first_draw, rules.sources)
     sizes = len(groups) + 1, len(tokens), len(draw_nodes)
     results = np.empty(2 * sizes[0] + 4 * sizes[1] + 2 * sizes[2], dtype=np.int64)
@@ -125,27 +125,27 @@ def _makers(
     places: dict[str, int] = {}
     table, starts = list[tuple[int, int]](), list[int]()
     of_trees = (source for trees, source in zip(groups, sources, strict=True) for _ in trees)
-    for one, source in zip(draws, of_trees, strict=True):
+    for draw, source in zip(draws, of_trees, strict=True):
         starts.append(len(table))
-        table += [(places.setdefault(name, len(places)), source[name]) for name in one.names]
-    at = np.concatenate([one.makers for one in draws]) + np.repeat(np.array(starts), np.diff(first_draw))
+        table += [(places.setdefault(name, len(places)), source[name]) for name in draw.names]
+    at = np.concatenate([draw.makers for draw in draws]) + np.repeat(np.array(starts), np.diff(first_draw))
     columns = np.array(table, dtype=np.int64).reshape(-1, 2).T
     return _Makers(*(np.ascontiguousarray(column[at]) for column in columns)), places
 
 
 def _numbers(draws: Sequence[Draws]) -> tuple[Ints | None, tuple[DistributionPool, ...]]:
     """Return the numbers of all distributions, and the pools that they are in."""
-    if all(one.numbers is None for one in draws):
+    if all(draw.numbers is None for draw in draws):
         return None, ()
     pools: dict[int, tuple[int, DistributionPool]] = {}
     columns = []
-    for one in draws:
-        if one.numbers is None:
-            columns.append(np.full(len(one.nodes), CHOSEN))
+    for draw in draws:
+        if draw.numbers is None:
+            columns.append(np.full(len(draw.nodes), CHOSEN))
             continue
-        place = np.array([pools.setdefault(id(pool), (len(pools), pool))[0] for pool in one.pools])
-        moved = place[one.numbers >> POOL] << POOL | one.numbers & (1 << POOL) - 1
-        columns.append(np.where(one.numbers >= 0, moved, CHOSEN))
+        place = np.array([pools.setdefault(id(pool), (len(pools), pool))[0] for pool in draw.pools])
+        moved = place[draw.numbers >> POOL] << POOL | draw.numbers & (1 << POOL) - 1
+        columns.append(np.where(draw.numbers >= 0, moved, CHOSEN))
     return np.concatenate(columns), tuple(pool for _, pool in pools.values())
 
 

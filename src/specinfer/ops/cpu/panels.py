@@ -148,14 +148,14 @@ class Panels:
     def joined(panels: "Sequence[Panels]") -> "list[Panels]":
         """Return panels with the same outputs in the same order, fewer where neighbours are of one type."""
         result = [panels[0]]
-        for one in panels[1:]:
+        for panel in panels[1:]:
             last = result[-1]
-            if last.format != one.format or (last.bias is None) != (one.bias is None) or last.outputs % WIDTH:
-                result.append(one)
+            if last.format != panel.format or (last.bias is None) != (panel.bias is None) or last.outputs % WIDTH:
+                result.append(panel)
                 continue
-            packed = torch.cat([last.packed, one.packed])
-            scales, bias = _cat(last.scales, one.scales), _cat(last.bias, one.bias)
-            result[-1] = replace(last, packed=packed, scales=scales, bias=bias, outputs=last.outputs + one.outputs)
+            packed = torch.cat([last.packed, panel.packed])
+            scales, bias = _cat(last.scales, panel.scales), _cat(last.bias, panel.bias)
+            result[-1] = replace(last, packed=packed, scales=scales, bias=bias, outputs=last.outputs + panel.outputs)
         return result
 
     @property

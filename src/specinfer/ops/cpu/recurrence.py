@@ -67,9 +67,9 @@ class NativeScan:
         num_results: int,
     ) -> None:
         origins, own, firsts, places = [], [], [], 0
-        for one in parents:
+        for parent in parents:
             firsts.append(places)
-            origin, to, count = _places(one)
+            origin, to, count = _places(parent)
             origins.append(origin + places)
             own.append(to + places)
             places += count

@@ -47,19 +47,19 @@ def walk_stochastic(
         states: For each tree, the state of its random numbers.
     """
     assert all(0 <= walk < NUM_WALKS for walk in walks)
-    count, rows, arrays = len(trees), [one.contiguous() for one in logits], [tree.arrays for tree in trees]
-    draws = [one.draws for one in arrays]
+    count, rows, arrays = len(trees), [row.contiguous() for row in logits], [tree.arrays for tree in trees]
+    draws = [tree.draws for tree in arrays]
     first, first_draw = (
         np.array(list(accumulate(map(len, several), initial=0)), dtype=np.int64)
-        for several in (trees, [one.nodes for one in draws])
+        for several in (trees, [draw.nodes for draw in draws])
     )
     sources, alive = _sources(draws)
     uniforms, path = np.array(states, dtype=np.uint64), np.empty(first[-1], dtype=np.int64)
     lengths, following = np.empty((2, count), dtype=np.int64)
     inputs: list[npt.NDArray[Any]] = [
-        np.array([one.data_ptr() for one in rows], dtype=np.uint64), first,
-        *(np.concatenate([one[i] for one in arrays]) for i in range(2)),
-        first_draw, np.concatenate([one.nodes for one in draws]), sources,
+        np.array([row.data_ptr() for row in rows], dtype=np.uint64), first,
+        *(np.concatenate([tree[i] for tree in arrays]) for i in range(2)),
+        first_draw, np.concatenate([draw.nodes for draw in draws]), sources,
         np.array(temperatures, dtype=np.float32), np.array(walks, dtype=np.uint8), uniforms,
         path, lengths, following,
     ]  # fmt: skip
@@ -77,18 +77,18 @@ def walk_stochastic(
 
 def _sources(draws: Sequence[Draws]) -> tuple[Ints, list[object]]:
     """Return what all draws were drawn from, [draws, 5], and the arrays that the addresses are of."""
-    sources = np.zeros((sum(len(one.nodes) for one in draws), 5), dtype=np.int64)
+    sources = np.zeros((sum(len(draw.nodes) for draw in draws), 5), dtype=np.int64)
     pools: dict[int, tuple[DistributionPool, list[Ints], list[Ints]]] = {}
     start, alive = 0, list[object]()
-    for one in draws:
-        if one.numbers is not None:
-            of_pool = np.where(one.numbers >= 0, one.numbers >> POOL, -1)
-            for i, pool in enumerate(one.pools):
+    for draw in draws:
+        if draw.numbers is not None:
+            of_pool = np.where(draw.numbers >= 0, draw.numbers >> POOL, -1)
+            for i, pool in enumerate(draw.pools):
                 at = (of_pool == i).nonzero()[0]
                 _, places, numbers = pools.setdefault(id(pool), (pool, [], []))
                 places.append(at + start)
-                numbers.append(one.numbers[at] & (1 << POOL) - 1)
-        start += len(one.nodes)
+                numbers.append(draw.numbers[at] & (1 << POOL) - 1)
+        start += len(draw.nodes)
     for pool, places, numbers in pools.values():
         at, number = np.concatenate(places), np.concatenate(numbers)
         sources[at] = pool.addresses(number) if isinstance(pool, DrawnFrom) else _one_by_one(pool, number, alive)

@@ -28,27 +28,27 @@ def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 def send_together(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Copy arrays to a device in one transfer, for which nobody waits."""
-    starts = list(accumulate((-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in arrays), initial=0))
+    starts = list(accumulate((-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays), initial=0))
     packed = np.zeros(starts[-1], dtype=np.uint8)
-    for start, one in zip(starts, arrays, strict=False):
-        packed[start : start + one.nbytes] = np.ascontiguousarray(one).reshape(-1).view(np.uint8)
+    for start, array in zip(starts, arrays, strict=False):
+        packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     sent = send(packed, device)
     return [
-        sent[start : start + one.nbytes].view(torch.from_numpy(one).dtype).view(one.shape)
-        for start, one in zip(starts, arrays, strict=False)
+        sent[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for start, array in zip(starts, arrays, strict=False)
     ]
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """Return tensors as arrays; a device is waited for once, and on a CPU the memory is shared."""
-    return fetch(tensors) if is_apart(tensors[0]) else [one.numpy() for one in tensors]
+    return fetch(tensors) if is_apart(tensors[0]) else [tensor.numpy() for tensor in tensors]
 
 
 def fetch(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """Copy tensors to the host in one transfer; a device is waited for once."""
-    packed = torch.cat([one.flatten().view(torch.uint8) for one in tensors]).cpu().numpy()
-    parts = np.split(packed, list(accumulate(one.nbytes for one in tensors))[:-1])
+    packed = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors]).cpu().numpy()
+    parts = np.split(packed, list(accumulate(tensor.nbytes for tensor in tensors))[:-1])
     return [
-        part.view(torch.empty(0, dtype=one.dtype).numpy().dtype).reshape(one.shape)
-        for part, one in zip(parts, tensors, strict=True)
+        part.view(torch.empty(0, dtype=tensor.dtype).numpy().dtype).reshape(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
     ]

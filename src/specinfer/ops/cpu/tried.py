@@ -51,12 +51,12 @@ def count_tried(verified: Sequence[Verified], num_sources: int, edges: Floats, r
     loaded = library()
     paths, sources = list[int](), list[int]()
     rows = []
-    for one in verified:
-        columns = addresses((one.parents, one.nodes, one.makers, one.ranks, one.confidence))
-        sizes = len(one.parents), len(one.confidence), len(paths), len(one.path), len(sources)
+    for tree in verified:
+        columns = addresses((tree.parents, tree.nodes, tree.makers, tree.ranks, tree.confidence))
+        sizes = len(tree.parents), len(tree.confidence), len(paths), len(tree.path), len(sources)
         rows.append((*columns, *sizes))
-        paths += one.path
-        sources += one.sources
+        paths += tree.path
+        sources += tree.sources
     numbers = [np.array(column, dtype=np.int64) for column in (rows, paths, sources)]
     call = _Tried(len(verified), *map(address, (*numbers, edges, counts)), num_sources, len(edges), ranks)
     loaded.specinfer_count_tried(ctypes.addressof(call))

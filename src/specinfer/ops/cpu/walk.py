@@ -39,13 +39,13 @@ def walk_trees(
         noises: For each tree, the request's seed and the position of the token after the root.
         temperatures: For each tree, the temperature; 0 is greedy, without noise.
     """
-    count, rows = len(trees), [one.contiguous() for one in logits]
+    count, rows = len(trees), [row.contiguous() for row in logits]
     first = list(accumulate(map(len, trees), initial=0))
     tokens, parents = (np.concatenate([tree.arrays[i] for tree in trees]) for i in range(2))
     chosen, path = np.full((2, first[-1]), _UNKNOWN, dtype=np.int64)
     lengths, following = np.empty((2, count), dtype=np.int64)
     arrays: list[npt.NDArray[Any]] = [
-        np.array([one.data_ptr() for one in rows], dtype=np.uint64),
+        np.array([row.data_ptr() for row in rows], dtype=np.uint64),
         np.array(first, dtype=np.int64),
         tokens,
         parents,

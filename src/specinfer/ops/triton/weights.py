@@ -123,7 +123,7 @@ def stored_arguments(weight: QuantizedWeight) -> tuple[tuple[Any, ...], dict[str
     offsets = weight.zeros if weight.added is None else weight.added
     given = (weight.scales, offsets, weight.nest, None if weight.is_float else weight.levels)
     assert weight.codes.is_contiguous()
-    assert all(one is None or one.is_contiguous() for one in given)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in given)
     assert weight.is_packed == (weight.bits == 4)
     kind = FLOAT8 if weight.is_float else LEVELS if weight.levels is not None else HALVES if weight.bits == 4 else BYTES
     constants = {
@@ -135,4 +135,4 @@ def stored_arguments(weight: QuantizedWeight) -> tuple[tuple[Any, ...], dict[str
         "IN_NEST": max(NEST // weight.group_size, 1),
     }
     # Where there is nothing, a tensor that is not read.
-    return (weight.codes, *(weight.scales if one is None else one for one in given)), constants
+    return (weight.codes, *(weight.scales if tensor is None else tensor for tensor in given)), constants
