@@ -14,7 +14,7 @@ from specinfer.verify.algorithms import (
     verify_multi_step,
     verify_traversal,
 )
-from specinfer.verify.batch import check_rule, verify
+from specinfer.verify.batch import check_rule, random_rule, verify
 
 __all__ = [
     "NAN",
@@ -24,6 +24,7 @@ __all__ = [
     "RandomSource",
     "SeededSource",
     "check_rule",
+    "random_rule",
     "verify",
     "verify_coupled",
     "verify_multi_step",

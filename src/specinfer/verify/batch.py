@@ -65,7 +65,7 @@ def verify(
         requests: The request of each tree.
         trees: The trees.
     """
-    random_rules = [_random_rule(request, rule) for request in requests]
+    random_rules = [random_rule(request, rule) for request in requests]
     if not transfers.is_apart(logits[0]):
         return _verify_on_host(random_rules, logits, requests, trees)
     has_kernels = runs_on(logits[0])
@@ -86,7 +86,7 @@ def verify(
     return [accepted[i] for i in range(len(requests))]
 
 
-def _random_rule(request: Request, rule: str) -> str | None:
+def random_rule(request: Request, rule: str) -> str | None:
     """Return the rule with random numbers of a request, or None if it is walked as in plain decoding."""
     rule = request.verification or rule
     return rule if is_random(rule) and not request.params.is_greedy and request.params.tree != "off" else None

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from specinfer.core.request import Request
-from specinfer.core.rules import is_random
 from specinfer.core.tree import TreeBudget
 from specinfer.engine.device.draft_shape import LEVELS, RECOMPUTED, DraftShape, holds_expansion
 from specinfer.engine.device.launch import Answer, DeviceRequest, Launch
@@ -21,6 +20,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.model.graphs.sizes import REQUESTS
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.recurrent.states import RecurrentStates
+from specinfer.verify import random_rule
 
 
 class DrawnRequests:
@@ -37,8 +37,7 @@ class DrawnRequests:
 
     def has(self, request: Request) -> bool:
         """Return whether a request is under the rule, where that differs from plain decoding."""
-        rule = request.verification or self._usual
-        return is_random(rule) and not (request.params.is_greedy or request.params.tree == "off")
+        return random_rule(request, self._usual) is not None
 
     def why_not_drawn(self, request: Request, num_served: int) -> str | None:
         """Return why the tree of a request is not drawn on the device next to others, or None, as far as is known."""
