@@ -16,7 +16,7 @@ import torch
 from specinfer.core.errors import NativeCodeError
 from specinfer.core.systems import call_c, usable_cpus
 
-_LAYOUT = 32  # version of structures and functions, as in types.h
+_LAYOUT = 33  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 _REMEDY = "install the package again: from a wheel, or with a C++17 compiler (apt install g++, xcode-select --install)"
 _bytes_of: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
