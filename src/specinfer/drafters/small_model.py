@@ -96,8 +96,8 @@ class SmallModelDrafter:
                 if budget.max_nodes:
                     wanted[i] = Wanted(span.request, budget)
         drafted = self._draft(list(wanted.values())) if wanted else []
-        for i, one in zip(wanted, drafted, strict=True):
-            trees[i] = one.tree
+        for i, drafted_tree in zip(wanted, drafted, strict=True):
+            trees[i] = drafted_tree.tree
         return trees
 
     def _draft(self, wanted: Sequence[Wanted]) -> list[GrownTree]:

@@ -56,7 +56,7 @@ def top_logprobs(asked: Sequence[AskedLogprobs]) -> list[list[dict[int, Logprob]
     They are of its token, then of the best, then of the others, by token id. Of tokens that are equally probable the
     first is the best. A device is waited for once.
     """
-    arrays = iter(transfers.on_host([one for own in asked for one in own.scores()]))
+    arrays = iter(transfers.on_host([score for logprobs in asked for score in logprobs.scores()]))
     logprobs = []
     for own in asked:
         values, ranks, best, best_values = (next(arrays).tolist() for _ in TokenScores._fields)

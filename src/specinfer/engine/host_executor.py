@@ -186,7 +186,7 @@ class HostExecutor:
         drafter, trees = self._drafter, list(step.trees)
         assert drafter is not None
         asking = [(i, span, budget) for i, (span, budget) in enumerate(zip(step.spans, step.budgets, strict=True))]
-        asking = [one for one in asking if one[1].produces_token]
+        asking = [(i, span, budget) for i, span, budget in asking if span.produces_token]
         with self._drafting_safely([span for _, span, _ in asking]):
             drafted = drafter.draft([span for _, span, _ in asking], [budget for *_, budget in asking])
             for (i, span, budget), tree in zip(asking, drafted, strict=True):

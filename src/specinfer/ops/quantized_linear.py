@@ -92,10 +92,10 @@ class QuantizedLinear(nn.Module):
     def rows(self, numbers: Tensor) -> Tensor:
         """Return [rows, in] float32, the weight's rows with the indices `numbers` [rows]."""
         if self.call is not None:
-            found = self.call.rows(numbers)
+            rows = self.call.rows(numbers)
         else:
-            found = quantization.dequantize(self.stored.part(numbers))
-        return found if self.inputs is None else found[:, self.inputs.argsort()]
+            rows = quantization.dequantize(self.stored.part(numbers))
+        return rows if self.inputs is None else rows[:, self.inputs.argsort()]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)

@@ -129,9 +129,9 @@ class QuantizedWeight:
         if not all(map(self.can_split, parts)):
             columns = torch.cat([torch.arange(part.start, part.stop) for part in parts])
             return replace(self, inputs=columns.argsort())
-        found = [self.of_inputs(part) for part in parts]
+        weights = [self.of_inputs(part) for part in parts]
         codes, scales, added, nest, zeros = (
-            None if getattr(self, name) is None else torch.cat([getattr(one, name) for one in found], dim=1)
+            None if getattr(self, name) is None else torch.cat([getattr(weight, name) for weight in weights], dim=1)
             for name in ("codes", "scales", "added", "nest", "zeros")
         )
         assert codes is not None

@@ -44,8 +44,9 @@ class Routes:
         starts, ends = filled.cumsum(0) - filled, filled.cumsum(0)
         blocks = len(flat) // size + min(num_experts + 1, len(flat))
         pairs = torch.full((blocks * size,), len(flat), device=flat.device)
-        own = flat[order]
-        pairs[starts[own] + torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[own]] = order
+        in_order = flat[order]
+        places = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[in_order]
+        pairs[starts[in_order] + places] = order
         first = torch.arange(blocks, device=flat.device) * size
         return cls(pairs, torch.searchsorted(ends, first, right=True), size, len(flat), num_experts)
 

@@ -62,8 +62,8 @@ class ScanOrder:
     ) -> tuple[dict[str, _Integers], int]:
         """Return the tensors' contents by name, and the number of places."""
         origins, places, first_places, num_places = [], [], [], 0
-        for one in parents:
-            origin, place, first, count = _places(one)
+        for of_request in parents:
+            origin, place, first, count = _places(of_request)
             origins.append(np.where(origin < 0, -1, origin + num_places))
             places.append(np.where(place < 0, -1, place + num_places))
             first_places.append(first + num_places if first >= 0 else -1)
@@ -82,6 +82,6 @@ def _places(parents: _Integers) -> tuple[_Integers, _Integers, int, int]:
     count = len(parents)
     follows = parents == np.arange(-1, count - 1)
     needed = np.unique(parents[~follows])  # -1 is the first state
-    own = np.full(count + 1, -1)
-    own[needed + 1] = np.arange(len(needed))
-    return np.where(follows, -1, own[parents + 1]), own[1:], int(own[0]), len(needed)
+    places = np.full(count + 1, -1)
+    places[needed + 1] = np.arange(len(needed))
+    return np.where(follows, -1, places[parents + 1]), places[1:], int(places[0]), len(needed)

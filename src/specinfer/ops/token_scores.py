@@ -41,10 +41,10 @@ def score_tokens(logits: Tensor, places: Tensor, tokens: Tensor, out: TokenScore
     for start in range(0, len(places), step):
         part = slice(start, start + step)
         logprobs = torch.log_softmax(logits[places[part]].float(), dim=-1)
-        own = logprobs.gather(1, tokens[part])
-        out.values[part].copy_(own)
+        of_tokens = logprobs.gather(1, tokens[part])
+        out.values[part].copy_(of_tokens)
         for column in range(out.ranks.shape[1]):  # one after the other: together they would take more memory
-            out.ranks[part, column].copy_((logprobs > own[:, column : column + 1]).sum(dim=1) + 1)
+            out.ranks[part, column].copy_((logprobs > of_tokens[:, column : column + 1]).sum(dim=1) + 1)
         if count:
             values, best = most_probable_in_order(logprobs, count)
             out.best_values[part].copy_(values)

@@ -210,8 +210,8 @@ def _drawn(draft_sampling: str, scores: Tensor, ids: Tensor, sampled: Tensor, le
     # the draw: the confidence of a token chosen next to it would reveal the draw, and so decide whether it is taken.
     sure = whole[:, :1].expand(-1, width)  # scores descend
     confidence = torch.where(drawn, sure, whole.gather(1, ranks))
-    chosen, own = ids.gather(1, places).masked_fill(~possible, -1), places.masked_fill(~drawn, -1)
-    tokens, shares, support, probs, indices = on_host([chosen, confidence.float(), ids, distributions, own])
+    chosen, drawn_places = ids.gather(1, places).masked_fill(~possible, -1), places.masked_fill(~drawn, -1)
+    tokens, shares, support, probs, indices = on_host([chosen, confidence.float(), ids, distributions, drawn_places])
     drawn_from = DrawnFrom(support, probs, indices, is_replaced=draft_sampling == "iid")
     return Candidates(tokens, shares, drawn_from, whole_distribution=whole)
 

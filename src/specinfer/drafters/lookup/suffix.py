@@ -187,11 +187,11 @@ class SuffixDrafter:
         """Return the matches in the request's own text and in the store; the caller holds the store's lock."""
         tail = request.token_ids[-MAX_MATCH:]
         text = self._readings[request.request_id].text
-        own: Match
+        in_text: Match
         if text.num_tokens == len(request.token_ids):
             state = text.links[text.last]  # the longest suffix that also occurs at another place
-            own = (text, state, text.lengths[state])
+            in_text = (text, state, text.lengths[state])
         else:  # a long prompt, still being read
-            own = (text, *text.match(tail))
+            in_text = (text, *text.match(tail))
         stored = None if request.cache_salt is None else self.store.match(request.cache_salt, tail)
-        return [own, stored] if stored else [own]
+        return [in_text, stored] if stored else [in_text]

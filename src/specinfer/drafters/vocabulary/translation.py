@@ -214,8 +214,8 @@ def _marks(target: TokenText, drafter: TokenText) -> dict[int, bytes]:
     The drafter's tokenizer knows its special tokens by their text. Mapped are the marks of a chat template that both
     have, and the begin and end tokens.
     """
-    own = set(drafter.marks.values())
-    marks = {i: mark.encode() if mark in own else b"" for i, mark in target.marks.items()}
+    of_drafter = set(drafter.marks.values())
+    marks = {i: mark.encode() if mark in of_drafter else b"" for i, mark in target.marks.items()}
     for theirs, its in ((target.bos, drafter.bos), (target.eos, drafter.eos)):
         if theirs is not None and its is not None:
             marks[theirs] = drafter.marks[its].encode()

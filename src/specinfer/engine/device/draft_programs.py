@@ -96,7 +96,7 @@ class DraftPrograms:
 
     def fitting(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Return those whose trees a program can grow."""
-        return [one for one in wanted if self._sizes.is_capturable and self._can_draft(*one)][: self._num_rows]
+        return [pair for pair in wanted if self._sizes.is_capturable and self._can_draft(*pair)][: self._num_rows]
 
     def _can_draft(self, request: Request, budget: TreeBudget) -> bool:
         if not holds(budget) or (request.adapter is not None and self._kind.shares_cache) or not can_adjust(request):

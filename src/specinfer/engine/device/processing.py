@@ -67,7 +67,7 @@ def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
         return None
     if not isinstance(drafter, MergedDrafter) or drafter.selection is not None:
         return "the drafters are chosen among for each request"
-    for small in (one for one in drafter.drafters if one.name not in drafter.lookups):
+    for small in (part for part in drafter.drafters if part.name not in drafter.lookups):
         if not isinstance(small, SmallModelDrafter):
             return f"the drafter {small.name} drafts in another way"
         if small.runner.padded is None and not small.kind.reads_features:

@@ -99,7 +99,9 @@ class LayersCall:
         self._tables = list(tables)
         each = [table for layer, table in zip(layers, tables, strict=True) for _ in layer.parts]
         self._places = Places(
-            [part for one in layers for part in one.parts], [one for own in mixers for one in own], each
+            [part for layer in layers for part in layer.parts],
+            [mixer for of_layer in mixers for mixer in of_layer],
+            each,
         )
         self.arguments = self._places.arguments
 

@@ -247,8 +247,8 @@ class Places:
         self.parts, self._alive = list(parts), (list(mixers), list(tables))
         addresses: list[int | None] = []
         for part, mixer, (cosines, sines) in zip(parts, mixers, tables, strict=True):
-            own = part.experts or mixer
-            addresses += (part.address, None if own is None else own.address, cosines.data_ptr(), sines.data_ptr())
+            mixed = part.experts or mixer
+            addresses += (part.address, None if mixed is None else mixed.address, cosines.data_ptr(), sines.data_ptr())
         self._places = (ctypes.c_void_p * len(addresses))(*addresses)
         self.arguments = (ctypes.addressof(self._places), len(parts))
 

@@ -83,8 +83,8 @@ class LinearCall:
         self._structure.levels = None if panels.levels is None else panels.levels.data_ptr()
         self._structure.scaling = panels.scaling
         self.address = ctypes.addressof(self._structure)
-        own = panels.scratch_floats(dots=bool(self._structure.dots))
-        self.scratch_floats: int = max(own, 0 if following is None else following.scratch_floats)  # for each row
+        scratch = panels.scratch_floats(dots=bool(self._structure.dots))
+        self.scratch_floats: int = max(scratch, 0 if following is None else following.scratch_floats)  # for each row
         self._place(0, self.outputs)
 
     def _place(self, first: int, stride: int) -> None:

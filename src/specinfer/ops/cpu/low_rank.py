@@ -110,11 +110,11 @@ class AdapterRuns:
         """Return the runs of requests with `counts` rows each, or None if none of them has an adapter."""
         starts = accumulate(counts, initial=0)
         groups = [
-            list(group) for _, group in groupby(zip(starts, counts, tables, strict=False), lambda one: id(one[2]))
+            list(group) for _, group in groupby(zip(starts, counts, tables, strict=False), lambda run: id(run[2]))
         ]
         runs = [(group[0][0], sum(count for _, count, _ in group), group[0][2]) for group in groups]
-        found = [(first, rows, table) for first, rows, table in runs if table is not None]
-        return cls(found) if found else None
+        adapted = [(first, rows, table) for first, rows, table in runs if table is not None]
+        return cls(adapted) if adapted else None
 
     def add(self, number: int, x: Tensor, y: Tensor) -> None:
         """Add to `y` [rows, outputs] what the adapters add to the linear layer of this number with inputs `x`.
