@@ -27,7 +27,7 @@ class Flag:
         old_name: Former name of the field, accepted with a warning.
         variable: Environment variable that sets the flag of every command.
         is_negated: Whether the flag switches the setting off.
-        repeats: Whether the flag may be repeated, for a field that is not a list of text.
+        repeats: Whether the flag may be repeated, for a field that is not a list of text or has a `read`.
         read: Function from the value of the flag to that of the field, if they differ.
     """
 

@@ -75,7 +75,7 @@ class ServerConfig:
     ssl_certfile: str | None = setting(None, _ADDRESS, "TLS certificate.", metavar="FILE")
     ssl_keyfile: str | None = setting(None, _ADDRESS, "Key of the TLS certificate.", metavar="FILE")
     allowed_hosts: tuple[str, ...] = setting(
-        (), _ADDRESS, "Host name to accept in requests. May be repeated.", metavar="NAME", read=_lowered
+        (), _ADDRESS, "Host name to accept in requests. May be repeated.", metavar="NAME", repeats=True, read=_lowered
     )
 
     api_keys: tuple[str, ...] = setting(

@@ -89,7 +89,8 @@ def test_fixed_trees_are_those_of_host_steps(tree: str, rule: str, pair: Pair, t
         requests = _requests()
         if way["has_device_executor"]:
             assert run_on_device(engine, requests) == set(requests)
-        run(engine, requests)
+        else:
+            run(engine, requests)
         found.append((dict(trees), [(one.output_ids, one.uniforms.state) for one in requests]))
         trees.clear()
         check_left(engine)
