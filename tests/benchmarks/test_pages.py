@@ -239,7 +239,7 @@ def test_offload_streams_the_target_and_compares_reads_with_the_disk(folders: tu
     file = tmp_path / "numbers.json"
     config = OffloadConfig(
         folders[0], folders[1:], ("1,1",), device="cpu", prompts=PROMPTS, batch_sizes=(1, 3), max_tokens=7,
-        memory_budget="1200MiB", disk_seconds=0.01, json=file,
+        memory_budget="3GiB", disk_seconds=0.01, json=file,
     )  # fmt: skip
     report = run_offload(config)
     numbers = written(report, file)
