@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from specinfer.core import rules
-from specinfer.core.config import AUTO
 from specinfer.core.request import Request
-from specinfer.core.rules import RULES, Rule
+from specinfer.core.rules import AUTO, RULES, Rule
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, SmallModelDrafter, make_drafter

@@ -6,7 +6,7 @@ from pathlib import Path
 from specinfer.bench.acceptance_options import AcceptanceConfig
 from specinfer.bench.acceptance_report import TOP, Setup
 from specinfer.core import rules
-from specinfer.core.config import AUTO
+from specinfer.core.rules import AUTO
 from specinfer.core.tree_shape import BEST_FIRST
 
 # (rule, drawing) of each row: every rule with its default drawing, and other drawings for rules that accept at random.

@@ -237,7 +237,7 @@ MOVED["parallel"] = "run bench latency with --tensor-parallel-size or --pipeline
 
 
 def add_moved(group: typer.Typer) -> None:
-    """Add a hidden command for each former name, which says where it went."""
+    """Add a hidden command for each former name, which names its successor."""
     takes_all = {"ignore_unknown_options": True, "allow_extra_args": True}
     for name in MOVED:
         group.command(name, hidden=True, add_help_option=False, context_settings=takes_all)(_refuse)

@@ -9,7 +9,7 @@ from pathlib import Path
 from specinfer.core.errors import check_path
 from specinfer.core.lookups import quoted_lookups, reserved_names
 from specinfer.core.options import check_settings, parse_size, setting
-from specinfer.core.rules import DRAFT_SAMPLINGS, RULES
+from specinfer.core.rules import AUTO, DRAFT_SAMPLINGS, RULES
 from specinfer.core.tree_shape import TreeShape, parse_count, parse_tree
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
@@ -137,7 +137,6 @@ class OffloadConfig:
 
 
 NONE = "none"
-AUTO = "auto"  # verification: for each request the faster of two rules; draft sampling: that of the rule
 
 
 def check_verification(rule: object) -> None:

@@ -54,6 +54,7 @@ def _imported(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
+AUTO = "auto"  # verification: for each request the faster of two rules; draft sampling: that of the rule
 MULTI_STEP, TRAVERSAL = "multi-step", "traversal"
 # Rules with random numbers need the distributions that draft tokens were really drawn from, with separate noise.
 _DRAWN = ("without-replacement", "iid", "hybrid", "top-k")
@@ -72,7 +73,7 @@ def is_random(rule: str | None) -> bool:
     Raises:
         ValueError: There is no such rule.
     """
-    if rule is None or rule == "auto":
+    if rule is None or rule == AUTO:
         return False
     if rule not in RULES:
         raise ValueError(f"there is no verification rule {rule!r}; use {', '.join(RULES)}, or add it to RULES")

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from specinfer.core.config import AUTO
 from specinfer.core.lookups import LOOKUPS
+from specinfer.core.rules import AUTO
 from specinfer.drafters.assistant_drafter import AssistantDrafter, AssistantRunner
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.block_drafter import BlockDrafter

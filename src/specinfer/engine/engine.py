@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from specinfer.core.config import AUTO
 from specinfer.core.request import Fault, Request
+from specinfer.core.rules import AUTO
 from specinfer.drafters.base import Drafter
 from specinfer.engine.commit import Committer
 from specinfer.engine.device.executor import DeviceExecutor

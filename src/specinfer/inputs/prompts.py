@@ -5,10 +5,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from specinfer.core.config import AUTO
 from specinfer.core.errors import RequestError, as_python
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.state import Grammar
+from specinfer.core.rules import AUTO
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.text import TextBuffer

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from specinfer.core.bounded_process import BoundedProcesses, StartError, answer_questions
-from specinfer.core.config import AUTO
 from specinfer.core.errors import ContextLengthError, RequestError
+from specinfer.core.rules import AUTO
 from specinfer.inputs.chat.template import ChatTemplate
 
 logger = logging.getLogger(__name__)

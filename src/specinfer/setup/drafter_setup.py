@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from specinfer.core.config import AUTO, SpeculativeConfig
+from specinfer.core.config import SpeculativeConfig
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import LOOKUPS, is_model, is_self, reserved_names
 from specinfer.core.progress import ProgressCallback
+from specinfer.core.rules import AUTO
 from specinfer.core.tree_shape import TreeShape
 from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from specinfer.core.config import AUTO, EngineConfig
+from specinfer.core.config import EngineConfig
 from specinfer.core.lookups import SELF_DRAFTERS
 from specinfer.core.parallel_config import ParallelConfig
+from specinfer.core.rules import AUTO
 from specinfer.drafters.loading import reads_target
 from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.engine_args import EngineArgs

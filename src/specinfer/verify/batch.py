@@ -34,20 +34,20 @@ def check_rule(rule: str) -> None:
     """
     if not is_random(rule):
         return
-    own = RULES[rule]
+    entry = RULES[rule]
     try:
-        own.find_algorithm()
+        entry.find_algorithm()
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"verification: the algorithm {own.algorithm} of {rule!r} is not there ({error})") from error
-    if own.cpu_walk is not None and not 0 <= own.cpu_walk < NUM_WALKS:
+        raise ValueError(f"verification: the algorithm {entry.algorithm} of {rule!r} is not there ({error})") from error
+    if entry.cpu_walk is not None and not 0 <= entry.cpu_walk < NUM_WALKS:
         raise ValueError(
-            f"verification: the native code has no walk {own.cpu_walk} for {rule!r}; add it to stochastic_walk.h, "
+            f"verification: the native code has no walk {entry.cpu_walk} for {rule!r}; add it to stochastic_walk.h, "
             "raise NUM_WALKS and build again, or leave cpu_walk out"
         )
-    if own.gpu_walk is not None and own.gpu_walk not in tree_ops.OPERATIONS:
+    if entry.gpu_walk is not None and entry.gpu_walk not in tree_ops.OPERATIONS:
         raise ValueError(
-            f"verification: devices have no operation {own.gpu_walk!r} for {rule!r}; add it to tree_ops.OPERATIONS, or "
-            "leave gpu_walk out"
+            f"verification: devices have no operation {entry.gpu_walk!r} for {rule!r}; add it to tree_ops.OPERATIONS, "
+            "or leave gpu_walk out"
         )
 
 

@@ -19,11 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.core.config import AUTO
 from specinfer.core.draws import Distribution, DrawnFrom
 from specinfer.core.noise import derive_seed, draws_of
 from specinfer.core.request import Request
-from specinfer.core.rules import RULES
+from specinfer.core.rules import AUTO, RULES
 from specinfer.drafters.growth.frontier import Level
 from specinfer.drafters.vocabulary.token_map import TokenMap
 from specinfer.ops import computing_alone

@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from specinfer.core.config import AUTO
 from specinfer.core.draws import Floats
 from specinfer.core.request import Request, Span
-from specinfer.core.rules import TRAVERSAL
+from specinfer.core.rules import AUTO, TRAVERSAL
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters.growth.calibration import Calibration, source, source_of
 from specinfer.engine.device.draft_shape import LEVELS, holds

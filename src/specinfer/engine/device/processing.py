@@ -12,10 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.core.config import AUTO
 from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request
-from specinfer.core.rules import RULES, TRAVERSAL, is_random
+from specinfer.core.rules import AUTO, RULES, TRAVERSAL, is_random
 from specinfer.core.sampling import SamplingParams
 from specinfer.drafters import (
     Drafter,

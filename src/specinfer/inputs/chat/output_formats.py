@@ -10,7 +10,8 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any, TypeAlias, TypeVar
 
-from specinfer.core.config import AUTO, NONE
+from specinfer.core.config import NONE
+from specinfer.core.rules import AUTO
 from specinfer.core.thought import Reasoning
 from specinfer.inputs.formats.calls import CALL_FORMATS, FORMATS, LFM2, SYSTEM_PROMPT_FORMAT, CallFormat
 from specinfer.inputs.formats.parser import OutputParser

@@ -14,8 +14,8 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError
 
-from specinfer.core.config import AUTO
 from specinfer.core.errors import RequestError, first_line
+from specinfer.core.rules import AUTO
 from specinfer.inputs.chat.control_tokens import ControlTokens, breaks_for, has_in_order, texts_in
 from specinfer.inputs.chat.forms import add_tools, as_written, forms_of, system_texts
 from specinfer.inputs.chat.messages import THOUGHTS, Message, read_messages
