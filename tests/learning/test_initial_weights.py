@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from specinfer.core.sampling import SamplingParams
 from specinfer.learning.trainable import export
 from specinfer.learning.tune.initial_weights import build, check_vocabulary, parse_initial_weights
-from specinfer.llm import LLM
+from tests.learning.outputs import check_same_output
 from tiny import VOCAB, random_prompts, save_model
 
 FAMILIES = ["llama", "gpt2", "qwen3", "gemma3_text", "phi3", "opt", "falcon", "gpt_neox", "qwen3_moe"]
@@ -134,15 +134,7 @@ def test_what_is_written_drafts_and_leaves_the_output_alone(
         assert (folder / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
         assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # whoever reads one may read all
     params = [SamplingParams(temperature=t, max_tokens=12, seed=4) for t in (0.0, 1.0)]
-    prompts = [{"prompt_token_ids": ids} for ids in random_prompts([5, 9])]
-    emitted = []
-    for llm in (LLM(target, tree="off"), LLM(target, drafters=folders, tree="1,1,1")):
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        emitted.append([output.outputs[0].token_ids for output in outputs])
-    stats = outputs[0].metrics.speculative_decoding
-    assert stats is not None
-    assert int(str(stats["num_draft_tokens"])) > 0
-    assert emitted[0] == emitted[1]
+    check_same_output(target, folders, "1,1,1", random_prompts([5, 9]), params)
 
 
 def test_a_folder_that_is_there_is_replaced_in_one_move(model_folder: Callable[..., Path], tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from specinfer.learning.batches import collate
 from specinfer.learning.tune.collection import load
 from specinfer.learning.tune.initial_weights import InitialWeights, build, parse_initial_weights
 from specinfer.llm import LLM
+from tests.learning.outputs import check_same_output
 from tiny import random_prompts, save_model, save_tokenizer
 
 SMALL = (
@@ -162,16 +163,8 @@ def test_a_new_hybrid_learns_and_drafts_for_the_target(target: str, data: str, t
             drafter = build(start, Path(target), 0).eval()
             losses.append(float(drafter.loss(drafter(batch), batch)))
     assert losses[1] < 0.8 * losses[0], losses
-    prompts = [{"prompt_token_ids": ids} for ids in random_prompts([5, 9], seed=8)]
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    emitted = []
-    for llm in (LLM(target, tree="off"), LLM(target, drafters=[folder], tree="2,1,1")):
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        emitted.append([output.outputs[0].token_ids for output in outputs])
-    stats = outputs[0].metrics.speculative_decoding
-    assert stats is not None
-    assert int(str(stats["num_draft_tokens"])) > 0
-    assert emitted[0] == emitted[1]
+    check_same_output(target, [folder], "2,1,1", random_prompts([5, 9], seed=8), params)
 
 
 def test_an_untuned_drafter_predicts_all_tokens_though_the_others_have_a_token_map(
