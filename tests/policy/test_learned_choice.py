@@ -17,13 +17,13 @@ from torch import Tensor
 from specinfer.core.errors import ModelError
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, Draw, TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter, NGramDrafter, SuffixDrafter, make_drafter
 from specinfer.drafters.base import MAX_PROSPECT, Lookup
 from specinfer.llm import LLM
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.auto_policy import AutoPolicy
+from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.batch_optimizer import choose_configurations
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
@@ -399,7 +399,7 @@ def test_no_output_depends_on_the_speculation_policy(pair: tuple[ModelRunner, Mo
     assert choice.num_decided > 20
 
 
-class Recorded:
+class Recorded(SpeculationPolicy):
     """A policy that keeps what it was told and what it answered."""
 
     def __init__(self, policy: AutoPolicy) -> None:
@@ -419,11 +419,6 @@ class Recorded:
             ("said", (request, tree, acceptance, logits.clone(), num_generated, list(request.token_ids)))
         )
         self.policy.on_tokens(request, tree, acceptance, logits, num_generated)
-
-    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None: ...
-
-    def reason(self, request: Request) -> str | None:
-        return self.policy.reason(request)
 
 
 def test_with_rules_that_use_random_numbers_the_choice_depends_on_earlier_steps_only(

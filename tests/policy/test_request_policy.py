@@ -3,20 +3,19 @@
 from collections.abc import Sequence
 
 import pytest
-from torch import Tensor
 
 from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.core.tree_shape import parse_tree
-from specinfer.policy.base import TREE_OFF, FixedPolicy, budget_of
+from specinfer.policy.base import TREE_OFF, FixedPolicy, SpeculationPolicy, budget_of
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.request_policy import RequestPolicy, make_policy
 from specinfer.verify import Acceptance
 from tests.policy.simulated_machines import WRONG, make_costs, make_record, make_span
 
 
-class Counting:
+class Counting(SpeculationPolicy):
     """A policy that gives one budget, and counts its calls."""
 
     def __init__(self, budget: TreeBudget) -> None:
@@ -28,11 +27,6 @@ class Counting:
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         self.num_steps += 1
-
-    def on_tokens(
-        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
-    ) -> None:
-        pass
 
     def reason(self, request: Request) -> str | None:
         return "the policy's own"

@@ -125,7 +125,7 @@ def _samples(timer: DeviceTimer | None, roofline: Roofline | None) -> tuple[Stag
     return tuple(StageSample.of(step, roofline.floors(step.record)) for step in timer.take())
 
 
-class _Watch:
+class _Watch(SpeculationPolicy):
     """Policy that turns speculation off until all prompts are read, then follows an arm's policy and records steps."""
 
     def __init__(

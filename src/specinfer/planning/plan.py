@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console
-from torch import Tensor
 
 from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import precision_of
 from specinfer.bench.prompts import token_prompts
 from specinfer.core.config import OffloadConfig, SpeculativeConfig
-from specinfer.core.request import Request, Span
+from specinfer.core.request import Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.core.tree_shape import parse_tree
@@ -28,7 +27,7 @@ from specinfer.planning.options import PlanConfig
 from specinfer.planning.plan_report import Choice, PlanReport, Streaming
 from specinfer.planning.plan_table import plot_plan
 from specinfer.policy.acceptance import AcceptanceModel
-from specinfer.policy.base import FixedPolicy, budget_of
+from specinfer.policy.base import SpeculationPolicy, budget_of
 from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.offload_choice import best_of
@@ -147,18 +146,15 @@ def _streaming(llm: LLM, costs: CostModel) -> Streaming | None:
     return Streaming(stream.num_layers, stream.num_resident, stream.bytes_per_pass, seconds, bend)
 
 
-class _Counting:
+class _Counting(SpeculationPolicy):
     """A policy that gives all requests the same wide tree and counts the ranks of accepted tokens."""
 
-    reads_logits = False
-
     def __init__(self, budget: TreeBudget) -> None:
-        self._fixed = FixedPolicy(budget)
-        self.acceptance = AcceptanceModel()
+        self._budget, self.acceptance = budget, AcceptanceModel()
         self._num_passes = self._num_drafted = 0
 
     def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
-        return self._fixed.budgets(spans, reading)
+        return [self._budget] * len(spans)
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         for tree, acceptance in outcomes:
@@ -167,14 +163,6 @@ class _Counting:
         self._num_passes += len(outcomes)
         self._num_drafted += sum(tree.num_guessed > 0 for tree, _ in outcomes)
         self.acceptance.share = self._num_drafted / max(self._num_passes, 1)
-
-    def on_tokens(
-        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
-    ) -> None:
-        pass
-
-    def reason(self, request: Request) -> str | None:
-        return None
 
 
 def choose(costs: CostModel, acceptance: AcceptanceModel, num_requests: int) -> Choice:

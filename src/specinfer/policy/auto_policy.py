@@ -14,6 +14,7 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.text import counted
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
+from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from specinfer.policy.learned_choice import LearnedChoice
@@ -24,7 +25,7 @@ from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.verify import Acceptance
 
 
-class AutoPolicy:
+class AutoPolicy(SpeculationPolicy):
     """A speculation policy that chooses the trees with the most expected tokens per second for the whole batch.
 
     Args:
@@ -60,7 +61,7 @@ class AutoPolicy:
         self.acceptance = AcceptanceModel(AcceptanceModel.SELF_PRIOR if has_self else AcceptanceModel.PRIOR)
         sizes = None if why_off is None else TreeSizes.none()
         self.optimizer = TreeOptimizer(costs, self.acceptance, sizes)
-        self.planner = SLOPlanner(costs, self.optimizer)
+        self._planner = SLOPlanner(costs, self.optimizer)
         self._budget = OFF
         self._num_steps = 0
         self._num_plain, self._plain_seconds = 0, 0.0  # steps since the last draft tokens, and their time
@@ -73,8 +74,9 @@ class AutoPolicy:
     def reads_logits(self) -> bool:
         return self.network is not None
 
-    def prepare(self) -> None:
-        pass
+    @property
+    def planner(self) -> SLOPlanner:
+        return self._planner
 
     def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         if self._why_off is not None:
@@ -232,7 +234,6 @@ class AutoPolicy:
         return "auto: plain decoding, reading the prompt with the drafter takes longer than its draft tokens save"
 
     def summary(self) -> str | None:
-        """Return one line on what costs and acceptance promise for a single request, or None if a network decides."""
         if self.network is not None:
             return None
         trial = TreeOptimizer(self.costs, self.acceptance)

@@ -17,14 +17,24 @@ NO_DRAFTER = "no drafter is loaded"
 
 
 class SpeculationPolicy(Protocol):
-    """Interface that sets budgets before a step and learns from its results.
+    """Interface that sets budgets before a step, and may learn from its results and plan the batch.
 
-    Attributes:
-        reads_logits: True if it reads logits, as `Observer.reads_logits`.
+    A subclass defines `budgets`. What else it does not define is that of a policy which learns and plans nothing.
     """
 
     @property
-    def reads_logits(self) -> bool: ...
+    def reads_logits(self) -> bool:
+        """True if it reads logits, as `Observer.reads_logits`."""
+        return False
+
+    @property
+    def planner(self) -> SLOPlanner | None:
+        """The planner for latency targets, or None if nothing has costs."""
+        return None
+
+    def prepare(self) -> None:
+        """Measure the costs that a request with "auto" needs, so that requests need not wait for it later."""
+        return
 
     def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         """Return one budget for each span; the empty one means plain decoding, and costs nothing.
@@ -37,33 +47,24 @@ class SpeculationPolicy(Protocol):
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         """Learn from the costs of a step, and from each tree and what was accepted of it."""
-        ...
+        return
 
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
         """Receive the emitted tokens of a request, as `Observer.on_tokens`; called before `observe`."""
-        ...
+        return
 
     def reason(self, request: Request) -> str | None:
         """Return one line on why this request gets no tree at present, or None if it gets one."""
-        ...
+        return None
+
+    def summary(self) -> str | None:
+        """Return one line on what "auto" promises for a single request, or None if it does not decide."""
+        return None
 
 
-class PlanningPolicy(SpeculationPolicy, Protocol):
-    """Interface of a policy of an engine, which may also plan the batch and the reading of prompts."""
-
-    @property
-    def planner(self) -> SLOPlanner | None:
-        """The planner for latency targets, or None if nothing has costs."""
-        ...
-
-    def prepare(self) -> None:
-        """Measure the costs that a request with "auto" needs, so that requests need not wait for it later."""
-        ...
-
-
-class FixedPolicy:
+class FixedPolicy(SpeculationPolicy):
     """A speculation policy with the same budget for every request in every step.
 
     Args:
@@ -71,25 +72,11 @@ class FixedPolicy:
         why_off: Reason for an empty budget.
     """
 
-    reads_logits = False
-    planner = None
-
     def __init__(self, budget: TreeBudget = OFF, why_off: str = TREE_OFF) -> None:
         self._budget, self._why_off = budget, why_off
 
-    def prepare(self) -> None:
-        pass
-
     def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         return [self._budget] * len(spans)
-
-    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        pass
-
-    def on_tokens(
-        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
-    ) -> None:
-        pass
 
     def reason(self, request: Request) -> str | None:
         return None if self._budget.max_nodes else self._why_off

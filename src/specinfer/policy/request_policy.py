@@ -9,13 +9,13 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.core.tree_shape import TreeShape, parse_tree
 from specinfer.policy.auto_policy import AutoPolicy
-from specinfer.policy.base import TREE_OFF, FixedPolicy, PlanningPolicy, budget_of
+from specinfer.policy.base import TREE_OFF, FixedPolicy, SpeculationPolicy, budget_of
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.verify import Acceptance
 
 
-class RequestPolicy:
+class RequestPolicy(SpeculationPolicy):
     """A speculation policy that lets the setting of a request override the default.
 
     Args:
@@ -27,20 +27,20 @@ class RequestPolicy:
 
     def __init__(
         self,
-        default: PlanningPolicy,
-        make_auto: Callable[[], PlanningPolicy],
+        default: SpeculationPolicy,
+        make_auto: Callable[[], SpeculationPolicy],
         num_drafters: int = 1,
         *,
         is_auto: bool = False,
     ) -> None:
         self._default = default
         self._make_auto = make_auto
-        self._auto: PlanningPolicy | None = None
+        self._auto: SpeculationPolicy | None = None
         self._num_drafters = num_drafters
         self._of_default = (None, "auto") if is_auto else (None,)
 
     @property
-    def _policies(self) -> list[PlanningPolicy]:
+    def _policies(self) -> list[SpeculationPolicy]:
         return [self._default] if self._auto is None else [self._default, self._auto]
 
     @property
@@ -99,15 +99,14 @@ class RequestPolicy:
         return TREE_OFF if tree == "off" else None
 
     def summary(self) -> str | None:
-        """Return one line on what "auto" promises for a single request, or None if another tree is the default."""
-        return self._default.summary() if isinstance(self._default, AutoPolicy) else None
+        return self._default.summary()
 
 
 def make_policy(
     shape: TreeShape,
     make_costs: Callable[[], CostModel],
     num_drafters: int = 1,
-    auto: Callable[[CostModel], PlanningPolicy] = AutoPolicy,
+    auto: Callable[[CostModel], SpeculationPolicy] = AutoPolicy,
 ) -> RequestPolicy:
     """Make the policy for a shape; costs are measured only if something asks for "auto".
 
@@ -118,7 +117,7 @@ def make_policy(
         auto: Function that makes the policy for "auto" from costs.
     """
 
-    def make_auto() -> PlanningPolicy:
+    def make_auto() -> SpeculationPolicy:
         return auto(make_costs())
 
     default = make_auto() if shape.is_auto else FixedPolicy(budget_of(shape, num_drafters))

@@ -22,6 +22,7 @@ from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.features import FeatureTracker, find_slots
+from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.verify import Acceptance
 
 VERSION = 1
@@ -111,7 +112,7 @@ class StepLog:
         return np.asarray([entry.features for entry in self.entries]).reshape(len(self.entries), len(self.names))
 
 
-class LoggedPolicy:
+class LoggedPolicy(SpeculationPolicy):
     """A wrapper that logs the steps of a policy and decides nothing itself.
 
     Args:
@@ -128,6 +129,13 @@ class LoggedPolicy:
         self._note = note
         self._names = {part.name: i for i, part in enumerate(find_slots(drafter).values())}
         self._pending: dict[str, tuple[Request, tuple[float, ...], TreeBudget, int]] = {}
+
+    @property
+    def planner(self) -> SLOPlanner | None:
+        return self.policy.planner
+
+    def prepare(self) -> None:
+        self.policy.prepare()
 
     def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         budgets = self.policy.budgets(spans, reading)
@@ -175,6 +183,9 @@ class LoggedPolicy:
 
     def reason(self, request: Request) -> str | None:
         return self.policy.reason(request)
+
+    def summary(self) -> str | None:
+        return self.policy.summary()
 
 
 class StepLogFile:

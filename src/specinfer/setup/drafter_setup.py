@@ -22,13 +22,12 @@ from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.policy.auto_policy import AutoPolicy
-from specinfer.policy.base import NO_DRAFTER, TREE_OFF, FixedPolicy, PlanningPolicy, SpeculationPolicy
+from specinfer.policy.base import NO_DRAFTER, TREE_OFF, FixedPolicy, SpeculationPolicy
 from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.learned_choice import LearnedChoice, load_policy_network
 from specinfer.policy.network import PolicyNetwork
-from specinfer.policy.request_policy import RequestPolicy, make_policy
-from specinfer.policy.slo_planner import SLOPlanner
+from specinfer.policy.request_policy import make_policy
 from specinfer.policy.step_log import LoggedPolicy, StepLogFile
 from specinfer.setup.model_names import find_drafter
 
@@ -119,8 +118,7 @@ class Speculator:
         self._predictor: PolicyNetwork | None = None
         self._is_off = False  # set by `configure`
         self.drafter: MergedDrafter | None = None
-        self._planning: PlanningPolicy = FixedPolicy()  # decides, also where the steps of `policy` are logged
-        self.policy: SpeculationPolicy = self._planning
+        self.policy: SpeculationPolicy = FixedPolicy()
         self.draft_programs: list[DraftPrograms] = []
 
     @property
@@ -176,8 +174,8 @@ class Speculator:
         policy = config.speculation_policy
         self._predictor = None if policy is None else load_policy_network(policy, self.drafter)
         self._is_off = config.shape.is_off
-        self.policy = self._planning = self.make_policy(config.shape)
-        if isinstance(self._planning, RequestPolicy) and (summary := self._planning.summary()) is not None:
+        self.policy = self.make_policy(config.shape)
+        if (summary := self.policy.summary()) is not None:
             logger.info("%s", summary)
         if self._step_log is not None and self.drafter is not None:
             if self.drafter.selection is not None or (config.draft_sampling not in CHOSEN and len(kinds) > 1):
@@ -188,7 +186,7 @@ class Speculator:
             self.policy = LoggedPolicy(self.policy, self.drafter, self._step_log.note)
             self._step_log.start(self.policy.tracker)
 
-    def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> PlanningPolicy:
+    def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> SpeculationPolicy:
         """Return the policy for a tree shape.
 
         Args:
@@ -211,11 +209,6 @@ class Speculator:
         return make_policy(shape, make_costs, drafter.num_drafters, auto)
 
     @property
-    def planner(self) -> SLOPlanner | None:
-        """The planner for latency targets, or None if no costs were measured."""
-        return self._planning.planner
-
-    @property
     def _why_off(self) -> str:
         return TREE_OFF if self._is_off else NO_DRAFTER
 
@@ -224,10 +217,10 @@ class Speculator:
 
         Slow passes of a streamed target are not measured for latency targets alone.
         """
-        self._planning.prepare()
+        self.policy.prepare()
         if self.drafter is None and self._target.loaded.stream is None:
             costs = cached_costs(self._target, None, progress=self._progress)
-            self.policy = self._planning = AutoPolicy(costs, why_off=self._why_off)
+            self.policy = AutoPolicy(costs, why_off=self._why_off)
 
     def close(self) -> None:
         """Close the step log."""

@@ -41,7 +41,7 @@ def make_engine(parts: Assembly, config: SpeculativeConfig, progress: ProgressCa
     why_no_sampled = why_not_sampled(drafter, config.verification)
     log_gpu_path(target, speculator.why_not_captured, why_no_steps, why_no_sampled, device=target.loaded.device)
     engine = Engine(target, drafter, policy, scheduler, config.verification, executor)
-    scheduler.planner = speculator.planner
+    scheduler.planner = policy.planner
     return engine
 
 

@@ -9,18 +9,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from specinfer.core.noise import derive_seed
-from specinfer.core.request import Request, Span
+from specinfer.core.request import Span
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.step_record import StepRecord
-from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.core.tree import TreeBudget
 from specinfer.llm import LLM
+from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.features import find_slots
 from specinfer.policy.network import Configuration, make_configurations
 from specinfer.policy.step_log import LoggedPolicy, StepEntry, StepLog
-from specinfer.verify import Acceptance
 
 LARGE = Configuration((), 96, 48, 0.01)  # limits of the large trees, which all drafters make
 _LARGE_SHARE = 0.5  # share of the steps
@@ -60,10 +57,8 @@ def make_tasks(
     return tasks
 
 
-class _AlternatingPolicy:
+class _AlternatingPolicy(SpeculationPolicy):
     """A policy that alternates between the large tree and those of the menu, in a seeded random order."""
-
-    reads_logits = False
 
     def __init__(self, large: TreeBudget, menu: Sequence[TreeBudget], seed: int) -> None:
         self._large, self._menu = large, menu
@@ -71,17 +66,6 @@ class _AlternatingPolicy:
 
     def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
         return [self._large if self._random.random() < _LARGE_SHARE else self._random.choice(self._menu) for _ in spans]
-
-    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        pass
-
-    def on_tokens(
-        self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
-    ) -> None:
-        pass
-
-    def reason(self, request: Request) -> str | None:
-        return None
 
 
 def collect_steps(llm: LLM, tasks: Sequence[Task], *, seed: int, note: Callable[[int], None]) -> StepLog:
