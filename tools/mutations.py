@@ -81,6 +81,19 @@ TESTS: dict[str, tuple[str, ...]] = {
     "drafters/merge/selection.py": ("drafters/merge/test_selection.py",),
 }
 
+# Faults of exactness that look right: a module, an expression in it, the other one, and the tests that must notice.
+_NEXT_TO_A_DRAW = ("verify/test_exactness.py::test_a_choice_next_to_a_draw_does_not_reveal_it",)
+_EXACTNESS = (
+    # A token that is chosen next to a drawn one has a confidence that depends on the draw.
+    ("drafters/growth/draft_sampling.py", "whole.gather(1, ranks)", "whole.gather(1, places)", _NEXT_TO_A_DRAW),
+    # A drawn token has a confidence that depends on the draw.
+    (
+        "drafters/growth/draft_sampling.py",
+        "torch.where(drawn, sure, whole.gather(1, ranks))",
+        "whole.gather(1, torch.where(drawn, places, ranks))",
+        _NEXT_TO_A_DRAW,
+    ),
+)
 
 # Faults that change no result, by the changed line and the new text: the other value cannot occur, or only the speed
 # depends on it.
@@ -108,6 +121,7 @@ class Mutant:
 
     Attributes:
         start, end: Place of the piece in the module's UTF-8 bytes.
+        tests: Those that must notice.
     """
 
     module: str
@@ -116,6 +130,7 @@ class Mutant:
     end: int
     old: str
     new: str
+    tests: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line}: {self.old}  ->  {self.new}"
@@ -144,9 +159,22 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
                     starts[node.end_lineno - 1] + node.end_col_offset,
                     ast.unparse(node),
                     ast.unparse(changed),
+                    TESTS.get(module, ()),
                 )
             )
     return found
+
+
+def mutants_of_exactness() -> list[Mutant]:
+    """The faults of exactness."""
+    mutants = []
+    for module, old, new, tests in _EXACTNESS:
+        source = (ROOT / "src/specinfer" / module).read_bytes()
+        assert source.count(old.encode()) == 1, f"{module}: {old} must occur once"
+        start = source.index(old.encode())
+        line = 1 + source[:start].count(b"\n")
+        mutants.append(Mutant(module, line, start, start + len(old.encode()), old, new, tests))
+    return mutants
 
 
 def _mutable(node: ast.AST) -> Iterator[ast.expr]:
@@ -246,15 +274,15 @@ class Copies:
         source = place.read_bytes()
         try:
             place.write_bytes(mutant.applied_to(source))
-            return self._pass(copy, TESTS[mutant.module])
+            return self._pass(copy, mutant.tests)
         finally:
             place.write_bytes(source)
             self._free.put(copy)
 
-    def check_whole(self, modules: Sequence[str]) -> None:
-        """Refuse to go on if the tests of these modules do not pass without a fault."""
+    def check_whole(self, mutants: Sequence[Mutant]) -> None:
+        """Refuse to go on if the tests of these faults do not pass without a fault."""
         copy = self._free.get()
-        files = dict.fromkeys(test for module in modules for test in TESTS[module])
+        files = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
         assert self._pass(copy, tuple(files), len(files) * SECONDS), "the tests must pass without a fault"
         self._free.put(copy)
 
@@ -288,7 +316,7 @@ def survivors(mutants: Sequence[Mutant], num_workers: int = 2, *, check: bool = 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_workers) as pool:
         copies = Copies(Path(folder), num_workers)
         if check:
-            copies.check_whole(sorted({mutant.module for mutant in mutants}))
+            copies.check_whole(mutants)
 
         def survives(mutant: Mutant) -> bool:
             found = copies.survives(mutant)
@@ -303,10 +331,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60, help="Number of faults.")
     parser.add_argument("--seed", type=int, default=0, help="Seed by which they are drawn.")
     parser.add_argument("--only", default="", help="Modules whose path contains this.")
+    parser.add_argument("--exactness", action="store_true", help="Try the faults of exactness in place of drawn ones.")
     parser.add_argument("--workers", type=int, default=2, help="Faults that are tried at once.")
     parser.add_argument("--no-check", action="store_true", help="Do not run the tests without a fault first.")
     options = parser.parse_args()
-    mutants = sample(options.count, options.seed, options.only)
+    mutants = mutants_of_exactness() if options.exactness else sample(options.count, options.seed, options.only)
     left = survivors(mutants, options.workers, check=not options.no_check)
     print(f"{len(mutants) - len(left)} of {len(mutants)} faults were caught")
     print("\n".join(map(str, left)))

@@ -7,7 +7,7 @@ import ast
 
 import pytest
 
-from mutations import EQUIVALENT, ROOT, TESTS, mutants_of, sample, survivors
+from mutations import EQUIVALENT, ROOT, TESTS, mutants_of, mutants_of_exactness, sample, survivors
 
 SOURCE = '''"""A docstring with 1 number."""
 import logging
@@ -58,6 +58,13 @@ def test_lines_whose_faults_change_nothing_are_in_the_source() -> None:
         for line in (ROOT / "src/specinfer" / module).read_text(encoding="utf-8").splitlines()
     }
     assert {line for line, _ in EQUIVALENT} <= lines
+
+
+@pytest.mark.timeout(600)
+def test_faults_of_exactness_are_caught() -> None:
+    mutants = mutants_of_exactness()
+    assert mutants
+    assert not survivors(mutants, check=False)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -157,44 +158,53 @@ def test_requests_drafted_together(drawing: str) -> None:
 
 
 class TellingDrafter(EnumeratedDrafter):
-    """As the real one, but a drawn guess is as sure as it is probable."""
+    """As the real one, but drawn tokens, or those chosen next to a drawn one, have their probability as confidence."""
+
+    def __init__(self, model: Model, calibration: Calibration, reveals: str) -> None:
+        super().__init__(model, "hybrid", calibration=calibration)
+        self._reveals = reveals
 
     def _drawn(self, node: Node, orders: Sequence[Sequence[int]]) -> Candidates:
         row = super()._drawn(node, orders)
         distribution = [*self.model.distribution(node.path), 0]
         probable = np.array([[float(distribution[token]) for token in row.tokens[0]]], dtype=np.float32)
-        return replace(row, confidence=np.where(row.drawn_from.places >= 0, probable, row.confidence))
+        is_drawn = row.drawn_from.places >= 0
+        return replace(row, confidence=np.where(is_drawn == (self._reveals == "drawn"), probable, row.confidence))
 
 
 class AnyChances:
-    """A calibration where each rank and confidence has a chance of its own, whatever the others have."""
-
-    def _one(self, rank: int, confidence: float) -> float:
-        return random.Random(f"387 {rank} {confidence:.3f}").random()
-
-    def acceptance_prob(self, source: str, ranks: Any, confidence: Any) -> Any:
-        return np.vectorize(self._one)(np.broadcast_to(ranks, np.shape(confidence)), confidence)
+    """A calibration where each rank and part of the confidences has a chance of its own; little is expected below."""
 
     def lines(self, source: str) -> Any:
-        heights = [self._one(rank, line) for rank in range(RANKS) for line in range(len(MIDDLE) + 1)]
+        heights = [
+            random.Random(f"4 {rank} {line}").random() for rank in range(RANKS) for line in range(len(MIDDLE) + 1)
+        ]
         return np.array(heights), np.zeros(len(heights))
 
     def by_rank(self, source: str) -> Any:
-        return np.array([self._one(rank, 0) for rank in range(RANKS)])
+        return np.full(RANKS, 0.01)
 
 
-def test_a_confidence_that_reveals_the_draw_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If its worth depended on the draw, it would decide about the draw."""
-    monkeypatch.setattr(tree_batch, "BEST_FIRST_WIDTH", 3)
-    target, q = Model(387, weights=(1, 2, 4, 9)), Model(887, weights=(1, 2, 4, 9))
-    distances = {
-        make: [distance(rule, every_tree_of(make(q, "hybrid", calibration=chances), TreeBudget(4, 3)), target)
-               for rule in RULES]
-        for chances in [cast(Calibration, AnyChances())]
-        for make in (EnumeratedDrafter, TellingDrafter)
-    }  # fmt: skip
-    assert distances[EnumeratedDrafter] == [0] * len(RULES)
-    assert min(distances[TellingDrafter]) > Fraction(1, 1000)
+# They have tokens near the limit of what is taken.
+REVEALING_PAIR = tuple(Model(seed, 2, weights=(1, 2, 4, 9)) for seed in (28, 528))
+
+
+def _distances(make: Callable[[Model, Calibration], EnumeratedDrafter]) -> list[Fraction]:
+    target, q = REVEALING_PAIR
+    trees = every_tree_of(make(q, cast(Calibration, AnyChances())), TreeBudget(4, 3))
+    return [distance(rule, trees, target) for rule in RULES]
+
+
+@pytest.mark.parametrize("reveals", ["drawn", "chosen"])
+def test_a_confidence_that_reveals_the_draw_is_detected(reveals: str) -> None:
+    """A drawn token then loses its place if its sibling's path is as probable as its own, which depends on the draw."""
+    assert min(_distances(partial(TellingDrafter, reveals=reveals))) > Fraction(1, 100)
+
+
+def test_a_choice_next_to_a_draw_does_not_reveal_it() -> None:
+    """What the chosen siblings are depends on the draw. If their worth did, too, it would decide about the draw."""
+    distances = _distances(lambda q, calibration: EnumeratedDrafter(q, "hybrid", calibration=calibration))
+    assert distances == [0] * len(RULES)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3])
