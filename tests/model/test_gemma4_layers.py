@@ -9,7 +9,7 @@ import torch
 
 import reference
 from native import ISAS, each_isa
-from native_layers import CPU, PROMPT, error, last_logits, load_fused, make, saved
+from native_layers import CPU, PROMPT, error, last_logits, make, saved
 from specinfer.model.attention import register
 from specinfer.model.definition import load_config, read_definition
 from specinfer.model.kv_tensors import KVTensors, bytes_per_slot
@@ -159,16 +159,6 @@ def test_a_recorded_pass_reads_no_keys_of_less_precision(tmp_path: Path) -> None
     definition.model.layers[-1].register_forward_hook(note, with_kwargs=True)
     probe(definition, config, CPU, records=True)
     assert set(types) == {torch.float32}
-
-
-def test_a_prompt_of_many_rows_is_computed_as_one_of_few(tmp_path: Path) -> None:
-    """PyTorch multiplies for many rows where it is faster, and parts run one by one."""
-    model = made("gemma4_text-moe", hidden_size_per_layer_input=32, num_kv_shared_layers=2)
-    wanted = reference.last_logits(model, PROMPT)
-    runner, decoder = load_fused(model, tmp_path)
-    for layer in decoder.layers:
-        layer.call._max_rows = 2
-    assert error(last_logits(runner), wanted) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["gemma4_text-shared", "gemma4_text-moe"])

@@ -537,7 +537,7 @@ def test_perplexity_is_that_of_thelogits(
             divergence.append(functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=1))
             same.append(log_p.argmax(dim=1) == log_q.argmax(dim=1))
         assert score["perplexity"] == pytest.approx(torch.cat(surprise).mean().exp().item(), rel=1e-5)
-        if score is not exact:  # which may be packed or not, as was measured when it was loaded
+        if score is not exact:
             assert score["increase"] == pytest.approx(score["perplexity"] / exact["perplexity"] - 1)
             bits = torch.cat(divergence).mean().item() / math.log(2)
             assert score["divergence_bits"] == pytest.approx(bits, abs=1e-5)

@@ -36,11 +36,6 @@ Folders = Callable[..., Path]
 Runners = Callable[..., ModelRunner]
 
 
-@pytest.fixture(autouse=True)
-def always_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECINFER_NATIVE", "always")
-
-
 def _stacks(model: nn.Module) -> list[tuple[Any, str]]:
     """The modules of experts, and the names of the stacks that they have."""
     found = [module for module in model.modules() if can_quantize_experts(module)]

@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -34,7 +34,6 @@ from specinfer.ops import (
 from specinfer.ops.cpu import library as native_library
 from specinfer.ops.cpu import linear
 from specinfer.ops.cpu.library import call as call_native
-from specinfer.ops.cpu.linear import Choice, is_faster
 from specinfer.ops.quantization import quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -90,24 +89,6 @@ def test_equal_to_the_product(
     torch.testing.assert_close(added, y + 1)
 
 
-def test_a_way_that_is_a_little_slower_with_one_row_and_faster_with_more_is_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("specinfer.ops.cpu.linear.time.perf_counter", lambda: clock[0])
-
-    def layer(first: float, each: float) -> Callable[[Tensor], None]:
-        def work(x: Tensor) -> None:
-            clock[0] += first + each * len(x)
-
-        return work
-
-    ours, theirs = [layer(1.5, 0.0)], [layer(0.9, 0.1)]
-    assert not is_faster(ours, theirs, (1,))
-    assert is_faster(ours, theirs, (1, 4, 16))
-    assert not is_faster(theirs, ours, (64,))
-
-
 @pytest.mark.parametrize("dots", [False, True])
 @pytest.mark.parametrize("kind", [*DTYPES, 8, 4], ids=str)
 def test_a_call_keeps_to_its_buffer(isa: str, kind: torch.dtype | int, dots: bool) -> None:
@@ -141,7 +122,7 @@ def test_rows_are_read_back(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("activation", GATES)
 def test_gates_open_values(isa: str, dtype: torch.dtype, biased: bool, activation: str) -> None:
-    """16 gates and 16 values by turns; by PyTorch too, for many rows."""
+    """16 gates and 16 values by turns."""
     x, weight = _random((9, 40)), _random((96, 40), torch.float32).div(6).to(dtype)
     bias = _random((96,), dtype) if biased else None
     gates, values = (
@@ -149,13 +130,10 @@ def test_gates_open_values(isa: str, dtype: torch.dtype, biased: bool, activatio
     )
     wanted, ending = (ACT2FN[activation](gates) * values).flatten(1), GATES[activation]
     panels = Panels.from_weight(weight, bias)
-    for call in (LinearCall(panels), LinearCall(panels, dots=False), LinearCall(panels, max_rows=3)):
+    for call in (LinearCall(panels), LinearCall(panels, dots=False)):
         torch.testing.assert_close(call(x, None, ending), wanted, rtol=2e-2, atol=5e-2)
         if dtype == torch.float32:
             torch.testing.assert_close(call(x, None, ending), wanted, rtol=1e-4, atol=1e-4)
-    many = LinearCall(panels, max_rows=3)
-    torch.testing.assert_close(many(x, torch.ones(9, 96), Ending.ADD), LinearCall(panels)(x) + 1, rtol=2e-2, atol=8e-2)
-    torch.testing.assert_close(many(x, torch.empty(9, 96)), LinearCall(panels)(x), rtol=2e-2, atol=8e-2)
 
 
 def test_endings_of_many_rows_are_those_of_few(isa: str) -> None:
@@ -168,30 +146,17 @@ def test_endings_of_many_rows_are_those_of_few(isa: str) -> None:
     assert torch.equal(added[-3:], call(x[-3:], torch.ones(3, 96), Ending.ADD))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs", [31, 64, 150])
-def test_weights_are_unpacked_for_pytorch_in_turn(isa: str, dtype: torch.dtype, outputs: int) -> None:
-    weight = _random((outputs, 41), dtype)
-    panels = Panels.from_weight(weight)
-    for num_bytes in (1, 64 * 41 * dtype.itemsize, 2**20):
-        parts = [(first, part.clone()) for first, part in panels.unpack_in_turn(num_bytes)]
-        assert len(parts) == {1: -(-outputs // 32), 2**20: 1}.get(num_bytes, -(-outputs // 64))
-        assert all(torch.equal(part, weight[first : first + len(part)]) for first, part in parts)
-        assert sum(len(part) for _, part in parts) == outputs
-
-
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("ending", Ending)
 def test_float32_numbers_that_bfloat16_represents_are_multiplied_as_float32(
     isa: str, rows: int, ending: Ending
 ) -> None:
-    """To the last bit; by PyTorch, too, for many rows."""
+    """To the last bit."""
     x, weight = _random((rows, 41)), _random((96, 41), torch.bfloat16, 1)
     narrow, wide = Panels.from_weight(weight), Panels.from_weight(weight.float())
     width = 48 if ending in GATES.values() else 96
-    for options in ({}, {"max_rows": 0}):
-        found = LinearCall(narrow, widens=True, **options)(x, torch.ones(rows, width), ending)
-        assert torch.equal(found, LinearCall(wide, **options)(x, torch.ones(rows, width), ending))
+    found = LinearCall(narrow, widens=True)(x, torch.ones(rows, width), ending)
+    assert torch.equal(found, LinearCall(wide)(x, torch.ones(rows, width), ending))
 
 
 @pytest.mark.parametrize("activation", GATES)
@@ -259,13 +224,6 @@ def test_norm(isa: str) -> None:
         torch.testing.assert_close(norm(x, weight, 1e-5), functional.rms_norm(x, (size,), weight, 1e-5))
 
 
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "choose", lambda dtype: Choice(6, True))
-    return
-
-
-@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_and_its_replacement(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(40, 70), nn.Linear(70, 33, bias=False)).to(dtype).requires_grad_(False)
@@ -286,7 +244,6 @@ class _Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.usefixtures("always")
 def test_what_stays_as_it_is() -> None:
     for layer in (
         _Doubled(8, 8),
@@ -315,32 +272,19 @@ def test_without_the_library_the_package_says_how_to_get_it(
         library.cache_clear()
 
 
-def test_the_choice_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    faster: set[int] = set()
+@pytest.mark.parametrize(("seconds", "uses"), [((1.0, 2.0), True), ((1.0, 0.9), True), ((1.0, 0.7), False)])
+def test_dot_instructions_that_are_clearly_slower_are_not_used(
+    seconds: tuple[float, float], uses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_dots = dict(zip((True, False), seconds, strict=True))
     monkeypatch.delenv("SPECINFER_NATIVE")
-    monkeypatch.setattr(linear, "has_dots", lambda kind: False)
-    monkeypatch.setattr(linear, "is_faster", lambda one, other, each_rows, **_: faster.issuperset(each_rows))
-    for faster, wanted in (  # noqa: B007 the measurement reads it
-        ({1, 4, 16, 64, 256}, linear.ANY_ROWS),
-        ({1, 4, 16, 64}, 64),
-        ({1, 4, 16, 256}, 16),
-        ({1, 4, 64, 256}, 0),
-        (set(), 0),
-    ):
-        linear.choose.cache_clear()
-        assert linear.choose(torch.float32) == (wanted, False)
-    linear.choose.cache_clear()
-
-
-def test_one_slow_moment_does_not_make_pytorch_multiply_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a token's logits would depend on the pass."""
-    looks = iter([True, False, True, True])  # few rows, 64 rows in a slow moment and again, 256 rows
-    monkeypatch.delenv("SPECINFER_NATIVE")
-    monkeypatch.setattr(linear, "has_dots", lambda kind: False)
-    monkeypatch.setattr(linear, "is_faster", lambda one, other, each_rows, **_: next(looks))
-    linear.choose.cache_clear()
-    assert linear.choose(torch.float32) == (linear.ANY_ROWS, False)
-    linear.choose.cache_clear()
+    monkeypatch.setattr(linear, "has_dots", lambda kind: True)
+    monkeypatch.setattr(linear, "_NUM_LAYERS", 1)
+    monkeypatch.setattr(linear, "LinearCall", lambda panels, dots: by_dots[dots])
+    monkeypatch.setattr(linear, "_seconds", lambda layers, x: layers[0])
+    linear.uses_dots.cache_clear()
+    assert linear.uses_dots(torch.bfloat16) is uses
+    linear.uses_dots.cache_clear()
 
 
 @pytest.mark.parametrize(("code", "is_number"), [(0x7F, False), (0xFF, False), (0x7E, True), (0xFE, True), (0, True)])

@@ -119,16 +119,6 @@ def test_a_layer_that_no_adapter_changes_stays_as_it_is(isa: str) -> None:
     assert torch.equal(call(x, runs=AdapterRuns.from_requests([4], [_table(None)])), call(x))
 
 
-def test_where_pytorch_multiplies_many_rows_adapters_are_added_too(isa: str) -> None:
-    down, up = _adapter(64, 96, 6, 3)
-    call, many = (LinearCall(Panels.from_weight(_random(96, 64)), max_rows=most) for most in (100, 3))
-    call.number = many.number = 2
-    x, runs = _random(9, 64, seed=2), AdapterRuns.from_requests([4, 5], [_table((down, up)), None])
-    torch.testing.assert_close(
-        many(x, None, Ending.GATED, runs), call(x, None, Ending.GATED, runs), rtol=1e-3, atol=1e-3
-    )
-
-
 def test_slots_are_given_to_adapters_of_a_pass_and_taken_from_those_unused_longest() -> None:
     first, second, third = (AdapterTable([LowRank(torch.ones(i, 2), torch.ones(4, i)), None]) for i in (1, 2, 3))
     slots = AdapterSlots(2, 2, 3, torch.device("cpu"))

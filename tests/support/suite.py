@@ -12,7 +12,7 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: tests never use a network
 
-# What runs faster here is not for tests to find out: native kernels wherever they can be.
+# What runs faster here is not for tests to find out: instructions of number types wherever there are any.
 os.environ.setdefault("SPECINFER_NATIVE", "always")
 
 # Threads that read a tiny model take longer to start than to read it: a tenth of each load.

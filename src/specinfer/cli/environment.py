@@ -27,7 +27,7 @@ def collect_env() -> None:
         "cores": str(usable_cpus()),
         "memory": _memory(),
         "native kernels": ops.describe(),
-        "native layers": _native_types(),
+        "native layers": "bfloat16 by its instructions" if ops.uses_dots(torch.bfloat16) else "all in float32",
         "torch threads": str(torch.get_num_threads()),
         "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
         "torch cuda": torch.version.cuda or "not built in",
@@ -64,17 +64,6 @@ def _version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _native_types() -> str:
-    """Return the dtypes whose linear layers run faster on the native kernels, as measured now."""
-    import torch
-
-    from specinfer.ops import packs_type
-
-    types = [torch.float32, torch.bfloat16, torch.float16]
-    names = [str(dtype).removeprefix("torch.") for dtype in types if packs_type(dtype)]
-    return f"used for {', '.join(names)}" if names else "not used, PyTorch is faster here"
 
 
 def _memory() -> str:

@@ -95,7 +95,7 @@ def _tune_drafters(config: TuneConfig, screen: Screen) -> None:
     with checking():
         config.check_complete()
         check_files(config.json, config.plot)
-        # Each process times kernels and takes the fastest; another kernel may round sums differently in the last bit.
+        # Otherwise each process times instructions; others may round sums differently in the last bit.
         os.environ.setdefault("SPECINFER_NATIVE", "always")
         if config.data != (DEMO_DATA,):
             check_sources("data", config.data)

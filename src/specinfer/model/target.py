@@ -149,5 +149,5 @@ def settle_shard(target: LoadedModel, budget: Budget, cache_bytes: int, limits: 
     """Keep as many layers of a streamed target in memory as the budget allows, see `settle`."""
     assert target.stream is not None
     known = limits.max_num_batched_tokens
-    row = target.model.floats_per_token(known) if isinstance(target.model, FusedDecoder) else None
+    row = target.model.floats_per_token if isinstance(target.model, FusedDecoder) else None
     return settle(budget, target.stream, cache_bytes, known, limits.max_num_seqs, target.vocab_size, row)

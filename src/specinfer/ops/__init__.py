@@ -10,7 +10,7 @@ from specinfer.ops.cpu.experts import ExpertsCall, Opening, Routing, Scores
 from specinfer.ops.cpu.layer_inputs import LayerInputsCall
 from specinfer.ops.cpu.layer_part import Attends, Opens, PartCall
 from specinfer.ops.cpu.library import compute_alone, computing_alone, describe, each_alone, library
-from specinfer.ops.cpu.linear import PackedLinear, choose, pack_linears, packs, packs_type
+from specinfer.ops.cpu.linear import PackedLinear, pack_linears, packs_type, uses_dots
 from specinfer.ops.cpu.linear_call import GATES, Ending, LinearCall
 from specinfer.ops.cpu.low_rank import AdapterRuns, AdapterTable, LowRank
 from specinfer.ops.cpu.panels import Panels
@@ -49,7 +49,6 @@ __all__ = [
     "Routing",
     "Scores",
     "attends",
-    "choose",
     "compute_alone",
     "computing_alone",
     "describe",
@@ -57,7 +56,7 @@ __all__ = [
     "library",
     "norm",
     "pack_linears",
-    "packs",
     "packs_type",
     "quantize",
+    "uses_dots",
 ]

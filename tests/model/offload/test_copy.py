@@ -28,11 +28,6 @@ NEED_COPY = {"gpt2", "mixtral", "qwen3_moe"}
 _DEPTHS = {"gpt2": "n_layer", "gpt_bigcode": "n_layer", "mpt": "n_layers"}
 
 
-@pytest.fixture(autouse=True)
-def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECINFER_NATIVE", "always")
-
-
 def save(folder: Path, family: str = "llama") -> Path:
     depth = {} if family == "gemma3_text" else {_DEPTHS.get(family, "num_hidden_layers"): 4}  # its layers are listed
     return save_model(folder, family, **depth)

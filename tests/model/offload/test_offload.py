@@ -42,11 +42,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, seed=3)
 
 
-@pytest.fixture(autouse=True)
-def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECINFER_NATIVE", "always")
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return save_model(tmp_path / "target", num_hidden_layers=NUM_LAYERS)

@@ -1,6 +1,5 @@
 """A model split over ranks, which are threads here, computes what the whole one does."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from specinfer.core.errors import ModelError
 from specinfer.model.layers.families import FAMILIES as FUSED
 from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
-from specinfer.ops import choose
 from thread_group import WHOLE, Ranks, ThreadGroup, make_shards, passes
 from tiny import FAMILIES, HYBRIDS, make_model, quick, save_model
 
@@ -43,14 +41,6 @@ def save(folder: Path, family: str, **changes: Any) -> Path:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("families")
     return {family: save(place / family, family) for family in FAMILIES}
-
-
-@pytest.fixture
-def always_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SPECINFER_NATIVE", "always")
-    choose.cache_clear()
-    yield
-    choose.cache_clear()
 
 
 # Of those that have native layers the other test compares the same shards.
@@ -108,7 +98,6 @@ _EACH_LAYOUT = (
 )  # fmt: skip
 
 
-@pytest.mark.usefixtures("always_native")
 @pytest.mark.parametrize("family", quick(FAMILIES, *_EACH_LAYOUT))
 def test_native_shards_compute_what_the_whole_does(folders: dict[str, Path], tmp_path: Path, family: str) -> None:
     folder = save(tmp_path, family, intermediate_size=64) if family in FUSED else folders[family]
@@ -121,7 +110,6 @@ def test_native_shards_compute_what_the_whole_does(folders: dict[str, Path], tmp
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("always_native")
 @pytest.mark.parametrize(
     "family",
     quick(
@@ -142,7 +130,6 @@ def test_native_shards_add_up_what_each_computes_a_part_of(tmp_path: Path, famil
 
 
 @pytest.mark.covering(1)
-@pytest.mark.usefixtures("always_native")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "starcoder2"])
 def test_logits_of_a_token_do_not_depend_on_the_pass(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
@@ -238,7 +225,6 @@ def test_weights_that_are_not_finite_are_refused_by_their_rank(tmp_path: Path, s
         load_model(tmp_path, torch.float32, CPU, shard=shards[1])
 
 
-@pytest.mark.usefixtures("always_native")
 @pytest.mark.parametrize(
     ("family", "width", "split"),
     [("gemma4_text-shared", 64, (2, 1)), ("gemma4_text-shared", 48, (2, 1)), ("gemma4_text", 64, (2, 2))],

@@ -29,11 +29,6 @@ def save(folder: Path, family: str = "llama") -> Path:
     return save_model(folder, family, **(_WIDE_OPT if family == "opt" else _WIDE))
 
 
-@pytest.fixture(autouse=True)
-def always_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECINFER_NATIVE", "always")
-
-
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_rounded_weights_are_slices_of_the_rounded_whole(tmp_path: Path, quantization: str) -> None:
     save(tmp_path)

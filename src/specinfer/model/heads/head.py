@@ -182,9 +182,7 @@ class FeatureHead(nn.Module):
         if self.fused is None or inputs is None or ends is None:
             return None
         (features, last_norm), (table, head) = inputs, ends
-        if (floats := self.fused.scratch_floats(1)) is None:
-            return None
-        layers = self.fused.call_on(store, positions)
+        layers, floats = self.fused.call_on(store, positions), self.fused.scratch_floats
         return DecoderParts(layers, floats, table, 1.0, last_norm, self.eps, head, features=features)
 
     def native_inputs(self, store: KVTensors) -> tuple[FeatureParts, Tensor | None] | None:

@@ -99,14 +99,13 @@ class FusedDecoder(nn.Module):
     def parts(self, store: KVStore, positions: int) -> DecoderParts | None:
         """Return the native calls of a whole pass for positions up to a number, or None if it has other parts."""
         stack, embedding, head = self.stack, self.table, self.head
-        floats = stack.scratch_floats(1)
-        if head is None or floats is None or stack.stream is not None or stack.group.size > 1 or embedding is None:
+        if head is None or stack.stream is not None or stack.group.size > 1 or embedding is None:
             return None
         if stack.num_taps or store.taps:  # a level of a draft has no scan, and stores no hidden states
             return None
         return DecoderParts(
-            stack.call_on(store, positions), floats, embedding, self.embedding_scale, head.norm, head.eps, head.call,
-            self.layer_inputs, head.cap,
+            stack.call_on(store, positions), stack.scratch_floats, embedding, self.embedding_scale, head.norm,
+            head.eps, head.call, self.layer_inputs, head.cap,
         )  # fmt: skip
 
     def connect(self, group: Group, sums: Sequence[str]) -> None:
@@ -146,13 +145,11 @@ class FusedDecoder(nn.Module):
         """Return the type of hidden states between stages, of a model of another type."""
         return torch.float32
 
-    def floats_per_token(self, tokens: int) -> int | None:
-        """Return the floats that a pass over `tokens` tokens stores per token, or None if it is unknown."""
-        known, hidden = self.stack.scratch_floats(tokens), self.width
-        if known is None:
-            return None
-        given = 0 if self.layer_inputs is None else self.layer_inputs.floats_per_token
-        return given + max(hidden + known + self.stack.scan_floats, _HEAD_STATES * hidden)
+    @property
+    def floats_per_token(self) -> int:
+        """Floats that a pass stores per token."""
+        given, hidden = (0 if self.layer_inputs is None else self.layer_inputs.floats_per_token), self.width
+        return given + max(hidden + self.stack.scratch_floats + self.stack.scan_floats, _HEAD_STATES * hidden)
 
     @property
     def num_bytes(self) -> int:
@@ -216,7 +213,7 @@ def has_sums(model: Any) -> bool:
 
 
 def can_fuse(model: Any) -> bool:
-    """Return whether the model's layers are of a known kind, and native kernels run it faster on a CPU."""
+    """Return whether the model's layers are of a known kind, which native kernels run."""
     if (kind := layer_kind(model.config)) is None:
         return False
     trunk, config = trunk_of(model), model.config.get_text_config()

@@ -230,10 +230,9 @@ class NativeLayers(nn.Module):
         scan = self._scan(batch)
         if scan is not None:
             pieces.follow(scan.native, scan.paths(self.num_taps))
-        floats = self.scratch_floats(len(hidden)) if sum_over_ranks is None else None
-        scratch = None  # not allocated for each layer
-        if floats is not None:
-            scratch = torch.empty(len(hidden) * floats + pieces.num_scanned * self.scan_floats)
+        scratch = None
+        if sum_over_ranks is None:  # allocated once for all layers
+            scratch = torch.empty(len(hidden) * self.scratch_floats + pieces.num_scanned * self.scan_floats)
         if scratch is not None and all(one is None for one in (inputs, windowed, watch, self.stream)):
             self.call_on(batch.store, positions)(pieces, hidden, scratch, batch.adapters)
             self._wrote(scan)
@@ -291,11 +290,10 @@ class NativeLayers(nn.Module):
             call = self.calls[store] = LayersCall([layer.call for layer in self.layers], mixers, tables)
         return call
 
-    def scratch_floats(self, tokens: int) -> int | None:
-        """Return the floats per token that layers need in a pass over `tokens`, or None if PyTorch runs some of it."""
-        floats = [layer.call.scratch_floats(tokens) for layer in self.layers]
-        known = [count for count in floats if count is not None]
-        return max(known) if len(known) == len(floats) else None
+    @property
+    def scratch_floats(self) -> int:
+        """Floats per token that layers need in a pass."""
+        return max(layer.call.scratch_floats for layer in self.layers)
 
     def _table(self, rotation: tuple[str, ...] | None, positions: int) -> Table:
         """Return a rotation's table for at least this many positions; a table too short is replaced by a longer one."""
@@ -333,7 +331,7 @@ def native_layers(
 
 
 def can_fuse_layers(layers: nn.ModuleList, kind: LayerKind, config: Any) -> bool:
-    """Return whether native code runs decoder layers of a kind, and faster than PyTorch on a CPU."""
+    """Return whether native code runs decoder layers of a kind."""
     linears = [module for module in layers.modules() if isinstance(module, nn.Linear)]
     return all(type(layer) is nn.Linear and packs_type(layer.weight.dtype) for layer in linears) and all(
         isinstance(layer, Placeholder) or _can_fuse(LayerPlan.from_layer(layer, kind, config)) for layer in layers

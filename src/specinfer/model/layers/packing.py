@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.ops import LinearCall, Panels, QuantizedLinear, QuantizedWeight, choose, quantize
+from specinfer.ops import LinearCall, Panels, QuantizedLinear, QuantizedWeight, quantize, uses_dots
 from specinfer.ops.quantization import Bits
 from specinfer.ops.scales import WIDTH
 
@@ -45,9 +45,9 @@ def call_of(parts: Sequence[Any], packing: Packing, *, interleaved: bool = False
     weights, bias = [part.weight for part in parts], _bias(parts, interleaved=interleaved)
     weight, bits = together(weights, interleaved=interleaved), packing.bits
     if bits is None:
-        narrows, choice = packing.narrows and _is_bfloat16(weight), choose(weight.dtype)
+        narrows = packing.narrows and _is_bfloat16(weight)
         panels = Panels.from_weight(weight.bfloat16() if narrows else weight, bias)
-        return LinearCall(panels, **choice._asdict(), widens=narrows)
+        return LinearCall(panels, dots=uses_dots(weight.dtype), widens=narrows)
     rounded = quantize(weight, bits)
     return LinearCall(Panels.from_codes(rounded, bias))
 

@@ -16,9 +16,9 @@ from specinfer.ops import (
     Panels,
     Routing,
     Scores,
-    choose,
     packs_type,
     quantize,
+    uses_dots,
 )
 from specinfer.ops.quantization import Bits
 
@@ -139,4 +139,4 @@ def _call(weight: Tensor, bits: Bits | None) -> LinearCall:
     weight = weight.detach()
     if bits is not None:
         return LinearCall(Panels.from_codes(quantize(weight, bits)))
-    return LinearCall(Panels.from_weight(weight, None), dots=choose(weight.dtype).dots)
+    return LinearCall(Panels.from_weight(weight, None), dots=uses_dots(weight.dtype))

@@ -24,8 +24,7 @@ class LayerCall:
         self.linears = [linear for part in parts for linear in part.linears]
         self.calls = [call for part in parts for call in part.calls]
         self.scan_floats = max(part.scan_floats for part in parts)
-        self._max_rows = min(part.max_rows for part in parts)
-        self._scratch_floats = max(part.scratch_floats for part in parts)
+        self.scratch_floats = max(part.scratch_floats for part in parts)
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -33,10 +32,6 @@ class LayerCall:
     @property
     def has_experts(self) -> bool:
         return any(part.experts is not None for part in self.parts)
-
-    def scratch_floats(self, tokens: int) -> int | None:
-        """Return the scratch floats per token of a pass over `tokens` tokens, or None if PyTorch runs some of it."""
-        return self._scratch_floats if tokens <= self._max_rows else None
 
     def __call__(
         self,
@@ -56,7 +51,7 @@ class LayerCall:
 
         Args:
             mixers: Attention or recurrence of each part on one cache, or None.
-            scratch: [at least tokens * `scratch_floats(tokens)`, and `scan_floats` for each token of a scan] float32
+            scratch: [at least tokens * `scratch_floats`, and `scan_floats` for each token of a scan] float32
                 scratch memory, which layers may share.
             sum_over_ranks: Sum over the ranks with shards of the layer, or None for a whole layer.
             runs: Rows with adapters.
@@ -65,17 +60,17 @@ class LayerCall:
         """
         tokens, tables = hidden.shape[0], (cosines, sines)
         assert inputs is None or inputs.is_contiguous()
-        if tokens <= self._max_rows and sum_over_ranks is None:
-            floats = tokens * self._scratch_floats + pieces.num_scanned * self.scan_floats
+        if sum_over_ranks is None:
+            floats = tokens * self.scratch_floats + pieces.num_scanned * self.scan_floats
             assert scratch is None or len(scratch) >= floats
             run_parts(Places(self.parts, mixers, [tables] * len(mixers)), pieces, hidden, scratch, runs, inputs)
             return
-        read, sums, within = inputs, None, LayerPass(pieces, tables, hidden, sum_over_ranks, runs)
+        read, within = inputs, LayerPass(pieces, tables, hidden, sum_over_ranks, runs)
         for i, (part, mixer) in enumerate(zip(self.parts, mixers, strict=True)):
             if (part.norm is not None or part.skips_norm) and (i or inputs is None):
                 read = hidden if part.norm is None else norm(hidden, part.norm, part.eps)
             assert read is not None
-            sums = part.run_apart(within, mixer, read, sums)
+            part.run_apart(within, mixer, read)
 
 
 class LayersCall:

@@ -12,7 +12,7 @@ from torch import Tensor
 from specinfer.ops.cpu.attention import AttentionCall, NativePieces, norm
 from specinfer.ops.cpu.experts import ExpertsCall, Opening
 from specinfer.ops.cpu.library import call
-from specinfer.ops.cpu.linear_call import ANY_ROWS, Ending, LinearCall
+from specinfer.ops.cpu.linear_call import Ending, LinearCall
 from specinfer.ops.cpu.low_rank import AdapterRuns
 from specinfer.ops.cpu.recurrent_layer import RecurrentCall, RecurrentParts
 
@@ -86,14 +86,14 @@ class LayerPass:
     Attributes:
         tables: [positions, rotated] float32 cosines and sines.
         hidden: [tokens, hidden] float32, changed in place.
-        sum_over_ranks: Sum over the ranks with shards of the layer, or None for a whole layer.
+        sum_over_ranks: Sum over the ranks with shards of the layer.
         runs: Rows with adapters.
     """
 
     pieces: NativePieces
     tables: tuple[Tensor, Tensor]
     hidden: Tensor
-    sum_over_ranks: Callable[[Tensor], Tensor] | None
+    sum_over_ranks: Callable[[Tensor], Tensor]
     runs: AdapterRuns | None
 
 
@@ -149,7 +149,6 @@ class PartCall:
         numbers = (*sizes, *factors, kind, self.ending, opens.opening, skips_norm, adds.sum)
         self._structure = _Part(*addresses, *weights, *numbers)
         self.address = ctypes.addressof(self._structure)
-        self.max_rows = min((linear.max_rows for linear in self.linears), default=ANY_ROWS)
         # For each token: what it reads, a sum, and more.
         self.scratch_floats = self.hidden * (1 if adds.sum == Sum.ALONE else 2) + self._floats()
 
@@ -175,19 +174,16 @@ class PartCall:
         """All linear layers."""
         return self.linears if self.experts is None else [self.first, *self.experts.calls]
 
-    def run_apart(self, within: LayerPass, mixer: Mixer, inputs: Tensor, sums: Tensor | None) -> Tensor | None:
-        """Compute the part in steps, for many rows, where PyTorch does some products, and for several ranks.
+    def run_apart(self, within: LayerPass, mixer: Mixer, inputs: Tensor) -> None:
+        """Compute the part in steps, between which ranks add up results; it is added to the hidden states alone.
 
         Args:
             inputs: Float32 [tokens, inputs] that it reads.
-            sums: The sum that it adds to, if it is the last part of one.
-
-        Returns:
-            The sum that it begins, if it does.
         """
+        assert self.adds.sum == Sum.ALONE
         if self.second is None:
-            self._run_experts(within, inputs, sums)
-            return None
+            self._run_experts(within, inputs)
+            return
         rows = self.first(inputs, None, self.ending, within.runs)
         result = rows if self.is_opened_at_once else torch.empty(len(within.hidden), self.second.panels.inputs)
         room = torch.empty(within.pieces.num_scanned * self.scan_floats)
@@ -196,41 +192,33 @@ class PartCall:
         call("specinfer_mix", self.address, address, within.pieces.address, *places)
         if self.gate is not None:
             result *= self.gate(inputs, runs=within.runs).sigmoid()
-        return self._add(within, result)
+        self._add(within, result)
 
-    def _run_experts(self, within: LayerPass, inputs: Tensor, sums: Tensor | None) -> None:
+    def _run_experts(self, within: LayerPass, inputs: Tensor) -> None:
         hidden, sum_over_ranks = within.hidden, self._sum_of(within)
-        places, scratch = Places([self], [None], [within.tables]), None
-        if sums is not None:
-            scratch = torch.empty(len(hidden) * self.scratch_floats)
-            scratch[hidden.numel() : 2 * hidden.numel()] = sums.flatten()
+        places = Places([self], [None], [within.tables])
         if sum_over_ranks is None:
-            run_parts(places, within.pieces, hidden, scratch, None, inputs)
+            run_parts(places, within.pieces, hidden, None, None, inputs)
             return
         assert self.adds == Adds()
         added = torch.zeros_like(hidden)
-        run_parts(places, within.pieces, added, scratch, None, inputs)
+        run_parts(places, within.pieces, added, None, None, inputs)
         hidden += sum_over_ranks(added)
 
     def _sum_of(self, within: LayerPass) -> Callable[[Tensor], Tensor] | None:
         return within.sum_over_ranks if self.is_split else None
 
-    def _add(self, within: LayerPass, x: Tensor) -> Tensor | None:
+    def _add(self, within: LayerPass, x: Tensor) -> None:
         assert self.second is not None
-        assert self.adds.sum != Sum.LAST
         hidden, runs, post_norm, sum_over_ranks = within.hidden, within.runs, self.adds.post_norm, self._sum_of(within)
         if sum_over_ranks is None and post_norm is None:
             self.second(x, hidden, Ending.ADD, runs)
         else:
             added = self.second(x, runs=runs)
             added = added if sum_over_ranks is None else sum_over_ranks(added)
-            added = added if post_norm is None else norm(added, post_norm, self.eps)
-            if self.adds.sum == Sum.FIRST:
-                return added
-            hidden += added
+            hidden += added if post_norm is None else norm(added, post_norm, self.eps)
         if self.adds.hidden_factor != 1.0:
             hidden *= self.adds.hidden_factor
-        return None
 
 
 class Places:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from specinfer.ops.cpu.library import call
 from specinfer.ops.cpu.panels import HAVE_LEVELS, Panels, has_dots
@@ -15,9 +14,6 @@ from specinfer.ops.scales import WIDTH
 
 if TYPE_CHECKING:  # adapters are packed in panels
     from specinfer.ops.cpu.low_rank import AdapterRuns
-
-ANY_ROWS = 2**62
-_UNPACKED_BYTES = 2**22  # of a weight at a time: what stays in a cache until it is multiplied
 
 
 class Ending(IntEnum):
@@ -55,8 +51,6 @@ class LinearCall:
     """A linear layer, ready to be called. Copies of a model share this object.
 
     Args:
-        max_rows: Largest number of rows of a native call. For more, PyTorch multiplies, with weights unpacked each
-            time.
         dots: Whether to multiply in the weights' own type, where the CPU has instructions for that.
         widens: Whether to multiply in float32, for float32 weights that are stored in a smaller type without loss.
         following: Call with the same inputs, whose outputs come after these; for weights of several types.
@@ -66,12 +60,11 @@ class LinearCall:
         self,
         panels: Panels,
         *,
-        max_rows: int = ANY_ROWS,
         dots: bool = True,
         widens: bool = False,
         following: "LinearCall | None" = None,
     ) -> None:
-        self.panels, self.max_rows, self.widens, self.following = panels, max_rows, widens, following
+        self.panels, self.widens, self.following = panels, widens, following
         self.outputs: int = panels.outputs + (0 if following is None else following.outputs)
         self.num_bytes: int = panels.num_bytes + (0 if following is None else following.num_bytes)
         # Levels need these instructions, see `Panels.from_codes`.
@@ -100,7 +93,7 @@ class LinearCall:
         """Return a call of the outputs from `first` on, with the same weights in memory."""
         assert self.following is None
         dots = bool(self._structure.dots)
-        return LinearCall(self.panels.outputs_from(first), max_rows=self.max_rows, dots=dots, widens=self.widens)
+        return LinearCall(self.panels.outputs_from(first), dots=dots, widens=self.widens)
 
     @property
     def chain(self) -> "list[LinearCall]":
@@ -144,7 +137,7 @@ class LinearCall:
     ) -> Tensor:
         """Compute float32 [rows, outputs], or half as many if gated, from contiguous float32 `x` [rows, inputs].
 
-        A row's result does not depend on the other rows, unless PyTorch multiplies.
+        A row's result does not depend on the other rows.
 
         Args:
             result: Tensor that the result is written or added to, or None for a new one.
@@ -152,8 +145,6 @@ class LinearCall:
         """
         rows = x.shape[0]
         assert x.is_contiguous()
-        if rows > self.max_rows and self.panels.scales is None:
-            return self._by_torch(x, result, ending, runs)
         if result is None:
             result = torch.empty((rows, self.outputs // 2 if ending in GATES.values() else self.outputs))
         if rows:
@@ -161,25 +152,3 @@ class LinearCall:
             addresses = (self.address, x.data_ptr(), result.data_ptr(), scratch.data_ptr())
             call("specinfer_linear", *addresses, rows, ending, None if runs is None else runs.address)
         return result
-
-    def _by_torch(self, x: Tensor, result: Tensor | None, ending: Ending, runs: "AdapterRuns | None") -> Tensor:
-        y = self._multiply_by_torch(x)
-        if self.panels.bias is not None:
-            y += self.panels.bias[: self.panels.outputs]
-        if runs is not None:
-            runs.add(self.number, x, y)
-        if ending in GATES.values():
-            gates, values = y.unflatten(1, (-1, 2, WIDTH // 2)).unbind(2)
-            opened = functional.silu(gates) if ending == Ending.GATED else functional.gelu(gates, approximate="tanh")
-            y = (opened * values).flatten(1)
-        if result is None:
-            return y
-        return result.add_(y) if ending == Ending.ADD else result.copy_(y)
-
-    def _multiply_by_torch(self, x: Tensor) -> Tensor:
-        """Return float32 [rows, outputs], the product with some outputs' weights after another."""
-        y = torch.empty((x.shape[0], self.panels.outputs))
-        for first, weight in self.panels.unpack_in_turn(_UNPACKED_BYTES):
-            weight = weight.float() if self.widens else weight
-            y[:, first : first + len(weight)] = functional.linear(x.to(weight.dtype), weight)
-        return y

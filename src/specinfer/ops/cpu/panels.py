@@ -1,6 +1,6 @@
 """Weights of linear layers in panels, the layout that the native kernels read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -120,18 +120,6 @@ class Panels:
         if not weight.is_meta:
             _move(self.type, self.packed, weight, depth, packs=False)
         return weight
-
-    def unpack_in_turn(self, num_bytes: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield an output's number and the [outputs, inputs] weights from it on, in one buffer of about `num_bytes`."""
-        assert self.scales is None
-        row = self.inputs * self.packed.element_size()
-        count = max(num_bytes // row // WIDTH, 1) * WIDTH
-        buffer = torch.empty((min(count, self.outputs), self.inputs), dtype=self.packed.dtype)
-        depth = _filled(self.inputs, self.type)
-        for first in range(0, self.outputs, count):
-            part = buffer[: self.outputs - first]
-            _move(self.type, self.outputs_from(first).packed, part, depth, packs=False)
-            yield first, part
 
     def unpack_codes(self) -> QuantizedWeight:
         """Return the codes and scales before packing; levels may have become codes of 8 bits."""
