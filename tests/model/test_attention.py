@@ -23,26 +23,13 @@ from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_tensors import KVTensors, LayerShape
 from specinfer.ops import attends
 from tiny import trees
+from tree_cases import FEATURES
 
 CPU = torch.device("cpu")
 MODULE: Any = SimpleNamespace(layer_idx=0)
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 6, 5
-MAX_LENGTH = 160
-
-FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "scaling": {"scaling": 0.3},
-    "window": {"sliding_window": 3},
-    "softcap": {"softcap": 1.5},
-    "sinks": {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-    "alibi": {"key_bias": torch.tensor([[0.5], [0.25], [0.125], [0.06]]) * torch.arange(MAX_LENGTH)},
-    "all": {
-        "sliding_window": 4,
-        "softcap": 2.0,
-        "s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0]),
-        "key_bias": torch.tensor([[-0.5], [0.25], [0.125], [0.06]]) * torch.arange(MAX_LENGTH),
-    },
-}
+CASES = FEATURES | {"scaling": {"scaling": 0.3}}
+NAMES = {"window": "sliding_window", "sinks": "s_aux"}  # that transformers has for features
 
 
 class Rig:
@@ -80,6 +67,7 @@ class Rig:
 
     def run(self, *, native: bool = True, **features: Any) -> Tensor:
         batch = pack(self.pieces, self.store, CPU, native=native)
+        features = {NAMES.get(name, name): value for name, value in features.items()}
         out, weights = tree_attention(MODULE, self.query, self.key, self.value, None, forward_batch=batch, **features)
         assert weights is None
         assert out.shape == (1, self.query.shape[2], self.query.shape[1], self.value.shape[3])
@@ -87,28 +75,23 @@ class Rig:
 
     def expected(self, **features: Any) -> Tensor:
         """Call after `run`: the new keys and values are in the store by then."""
-        rows, at = [], 0
-        scale = features.get("scaling", self.query.shape[3] ** -0.5)
-        for piece in self.pieces:
-            for j in range(len(piece.tokens)):
-                path = [*piece.prefix_slots, *np.asarray(piece.slots)[piece.visible[j]]]
-                rows.append(
-                    reference.attention(
-                        self.query[0, :, at].float(),
-                        self.store.keys[0][path].float(),
-                        self.store.values[0][path].float(),
-                        scale,
-                        window=features.get("sliding_window"),
-                        softcap=features.get("softcap"),
-                        sinks=features.get("s_aux"),
-                        key_bias=features.get("key_bias"),
-                    )
-                )
-                at += 1
+        keys, values = self.store.keys[0], self.store.values[0]
+        scale = features.pop("scaling", self.query.shape[3] ** -0.5)
+        paths = [
+            [*piece.prefix_slots, *np.asarray(piece.slots)[visible]]
+            for piece in self.pieces
+            for visible in piece.visible
+        ]
+        rows = [
+            reference.attention(
+                self.query[0, :, row].float(), keys[path].float(), values[path].float(), scale, **features
+            )
+            for row, path in enumerate(paths)
+        ]
         return torch.stack(rows)
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", CASES)
 @settings(max_examples=12)
 @given(
     parts=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4), trees(max_nodes=6)), min_size=1, max_size=3),
@@ -116,15 +99,15 @@ class Rig:
 )
 def test_equals_attention_over_the_path(name: str, parts: list[tuple[int, int, TokenTree]], seed: int) -> None:
     rig = Rig(parts, seed)
-    out = rig.run(**FEATURES[name])
-    torch.testing.assert_close(out, rig.expected(**FEATURES[name]), rtol=1e-4, atol=1e-5)
+    out = rig.run(**CASES[name])
+    torch.testing.assert_close(out, rig.expected(**CASES[name]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_long_chunks_next_to_short_ones(name: str) -> None:
     tree = TokenTree((1, 2, 3), (-1, 0, 0))
     rig = Rig([(3, 2, tree), (2, 131, TokenTree.root(1)), (0, 1, tree)])
-    torch.testing.assert_close(rig.run(**FEATURES[name]), rig.expected(**FEATURES[name]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rig.run(**CASES[name]), rig.expected(**CASES[name]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
@@ -136,9 +119,9 @@ def test_what_others_cannot_see_cannot_hurt_them(name: str) -> None:
         Piece.of_span([1], TokenTree.root(1), slots[:6], slots[6:7]),
         Piece.of_span([1], TokenTree.chain(1, [2]), slots[7:8], slots[8:]),
     ]
-    clean = rig.run(**FEATURES[name])
+    clean = rig.run(**CASES[name])
     rig.store.keys[0][:6] = rig.store.values[0][:6] = math.nan
-    out = rig.run(**FEATURES[name])
+    out = rig.run(**CASES[name])
     assert bool(out[0].isnan().all())
     torch.testing.assert_close(out[1:], clean[1:])
 
@@ -161,8 +144,8 @@ PARTS = [
 def rig_of(name: str, heads: int, dim: int, dtype: torch.dtype) -> tuple[Rig, Tensor]:
     """A rig and what it is to compute, for all instruction sets."""
     rig = Rig(PARTS, heads=heads, dims=(dim, dim), dtype=dtype)
-    rig.run(**FEATURES[name])  # stores the new keys and values
-    return rig, rig.expected(**FEATURES[name])
+    rig.run(**CASES[name])  # stores the new keys and values
+    return rig, rig.expected(**CASES[name])
 
 
 @pytest.mark.parametrize(
@@ -186,7 +169,7 @@ def test_native_attention(isa: str, name: str, heads: int, dim: int, dtype: torc
     assert batch.native is not None
     assert attends(rig.store.keys[0], rig.store.values[0])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    out = rig.run(**FEATURES[name])
+    out = rig.run(**CASES[name])
     torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -222,7 +205,7 @@ def test_native_attention_lets_what_is_not_finite_show(isa: str, dtype: torch.dt
 @pytest.mark.parametrize(("name", "heads", "dtype"), [("plain", 4, torch.bfloat16), ("window", 8, torch.float32)])
 def test_long_contexts_are_taken_in_parts(isa: str, name: str, heads: int, dtype: torch.dtype) -> None:
     """A tree that crosses a part's border, a chain of many rows and a short request, equal to PyTorch's attention."""
-    features = {"sliding_window": 600} if name == "window" else {}
+    features = {"window": 600} if name == "window" else {}
     parts = [(1021, 1, TokenTree.chain(1, [2, 3, 4])), (1100, 30, TokenTree.root(1)), (7, 1, TokenTree.root(1))]
     rig = Rig(parts, heads=heads, dims=(16, 16), dtype=dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -256,7 +239,7 @@ def test_a_prefix_may_leave_out_tokens(native: bool, window: int | None) -> None
     whole = rig.pieces[0]
     kept = np.concatenate([np.arange(5), np.arange(580, 640), np.arange(1200, 1300)])
     rig.pieces = [replace(whole, prefix_slots=whole.prefix_slots[kept], prefix_positions=kept)]
-    out = rig.run(native=native, sliding_window=window)
+    out = rig.run(native=native, window=window)
     if window is not None:
         kept = kept[1300 - kept < window]
     near = Rig([(0, 1, TokenTree.root(1))])

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import reference
 from assistants import save_assistant
 from heads import ids_of, llm_of
-from native_layers import CPU, PROMPT, error, last_logits
+from native_layers import CPU, PROMPT, check_rounding, error, last_logits
 from specinfer import SamplingParams
 from specinfer.core.config import OffloadConfig
 from specinfer.model.layers.fused import FusedDecoder
@@ -61,15 +61,7 @@ def test_logits_are_those_of_transformers(made: tuple[Any, Path]) -> None:
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_rounding_errors_are_those_of_the_definition(made: tuple[Any, Path], quantization: str | None) -> None:
-    model, folder = made
-    wanted = reference.last_logits(model, PROMPT)
-    runner, definition = (
-        ModelRunner(load_model(folder, torch.bfloat16, CPU, quantization, native=native), 64)
-        for native in (True, False)
-    )
-    assert isinstance(runner.loaded.model, FusedDecoder)
-    found, own = (error(last_logits(one), wanted) for one in (runner, definition))
-    assert found < 1.5 * own + 0.01
+    check_rounding(*made, torch.bfloat16, quantization)
 
 
 def test_streamed_layers_compute_the_same(made: tuple[Any, Path], tmp_path: Path) -> None:

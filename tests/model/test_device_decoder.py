@@ -13,12 +13,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn import functional
 
 from gguf_files import write_model
+from native_layers import tree_logits
 from on_device import as_on_a_gpu
 from quantized_files import save_quantized
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.core.tree import TreeBudget
 from specinfer.drafters import SmallModelDrafter
-from specinfer.model.batch import ForwardBatch, Piece
+from specinfer.model.batch import ForwardBatch
 from specinfer.model.folder import find_folder
 from specinfer.model.graphs.capture import Graphs, SynchronizationCheck
 from specinfer.model.kv_tensors import KVTensors
@@ -28,16 +29,27 @@ from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import Float8Linear, QuantizedLinear, layer_ops
-from tiny import FAMILIES, VOCAB, make_engine, make_request, random_prompts, run, save_model
+from tiny import (
+    FAMILIES,
+    MORE_FUSED,
+    VOCAB,
+    make_engine,
+    make_model,
+    make_request,
+    quick,
+    random_prompts,
+    run,
+    save_model,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 Folders = Callable[..., Path]
-TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64, "rope_theta": 10000.0,
 }  # fmt: skip
+LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3", "iquestcoder", "internlm3", "seed_oss", "ministral"}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -61,28 +73,12 @@ def _decoder(loaded: LoadedModel) -> LoadedModel:
 
 def _both(folder: Path, dtype: torch.dtype, quantization: str | None = None) -> tuple[LoadedModel, LoadedModel]:
     """As transformers defines it, and the decoder."""
-    return tuple(
-        make(load_model(folder, dtype, CPU, quantization, native=False)) for make in (lambda one: one, _decoder)
-    )  # type: ignore[return-value]
+    theirs, ours = (load_model(folder, dtype, CPU, quantization, native=False) for _ in range(2))
+    return theirs, _decoder(ours)
 
 
 def _logits(loaded: LoadedModel) -> Tensor:
-    """Of two texts with trees on their ends, read in chunks."""
-    runner = ModelRunner(loaded, 400)
-    for name, prompt in zip("ab", random_prompts([37, 5]), strict=True):
-        for chunk in (prompt[:20], prompt[20:]):
-            if chunk:
-                slots = runner.cache.reserve(name, len(chunk))
-                runner.forward([Piece.of_span(chunk, None, runner.cache.slots(name), slots)])
-                runner.cache.commit(name, range(len(chunk)))
-    pieces = [
-        Piece.of_span([3, 8], TREE, runner.cache.slots(name), runner.cache.reserve(name, len(TREE) + 1))
-        for name in "ab"
-    ]
-    logits = runner.forward(pieces)
-    for name in "ab":
-        runner.cache.free(name)
-    return logits
+    return tree_logits(ModelRunner(loaded, 400))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -217,11 +213,12 @@ def test_loading(tied: bool, quantization: str | None, model_folder: Folders, mo
     assert not isinstance(load_model(folder, torch.float32, CPU, quantization).model, DeviceDecoder)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama", "mistral", "qwen2", "qwen3"}))
-def test_other_families_stay_as_they_are(family: str, model_folder: Folders) -> None:
-    loaded = load_model(model_folder(family), torch.float32, CPU, native=False)
-    assert not can_fuse_on_device(loaded.model, GPU)
-    assert not can_fuse_on_device(loaded.model, CPU)
+@pytest.mark.parametrize("family", [*FAMILIES, *quick(MORE_FUSED), "llama with gelu"])
+def test_only_layers_of_llamas_kind_are_fused(family: str) -> None:
+    family, *gelu = family.split(" with ")
+    model = make_model(family, **({"hidden_act": "gelu_pytorch_tanh"} if gelu else {}))
+    assert can_fuse_on_device(model, GPU) == (family in LIKE_LLAMA and not gelu)
+    assert not can_fuse_on_device(model, CPU)
 
 
 def test_what_does_not_agree_is_not_used(

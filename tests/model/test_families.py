@@ -1,6 +1,6 @@
 """Every supported family: one pass over a tree gives transformers' logits on each path; others are refused."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import reference
 import tiny
+from native_layers import check_tree_logits
 from specinfer import LLM
 from specinfer.core.errors import ModelError
-from specinfer.core.tree import TokenTree
 from specinfer.model.adapters.sites import connect
-from specinfer.model.batch import Piece
 from specinfer.model.heads.load import shows_hidden_states
 from specinfer.model.layers import families as layer_families
 from specinfer.model.layers.fused import FusedDecoder
@@ -32,91 +30,10 @@ from tiny import (
     VOCAB,
     load_runner,
     make_model,
-    paths_of,
     quick,
-    random_prompts,
 )
 
 CPU = torch.device("cpu")
-#          9 ─ 11 ─ 12
-#        /   \ 13
-#  root ─ 10 ─ 9 ─ 11
-TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
-
-
-def _read(runner: ModelRunner, name: str, tokens: Sequence[int]) -> None:
-    """Puts known tokens into the cache, none of which wants logits."""
-    cache = runner.cache
-    slots = cache.reserve(name, len(tokens))
-    runner.forward([Piece.of_span(tokens, None, cache.slots(name), slots)])
-    cache.commit(name, range(len(tokens)))
-
-
-def _piece(runner: ModelRunner, name: str, chain: Sequence[int], tree: TokenTree) -> Piece:
-    slots = runner.cache.reserve(name, len(chain) + tree.num_guessed)
-    return Piece.of_span(chain, tree, runner.cache.slots(name), slots)
-
-
-# Native layers of the slow ones are compared with chains and with transformers in test_native_families.
-@pytest.mark.parametrize("family", [*FAMILIES, *quick(MORE_FUSED), *GEMMA_4, *HYBRIDS])
-def test_tree_logits_are_those_of_each_path(family: str, runner_of: Callable[..., ModelRunner]) -> None:
-    """Two requests in one pass, one of them long enough to leave every sliding window."""
-    runner, model = runner_of(family), make_model(family)
-    (long, short) = random_prompts([21, 3])
-    chains = {"long": [*long[14:], 8], "short": [*short, 8]}
-    _read(runner, "long", long[:5])
-    _read(runner, "long", long[5:14])
-    try:
-        logits = runner.forward([_piece(runner, name, chain, TREE) for name, chain in chains.items()])
-    finally:
-        for name in chains:
-            runner.cache.free(name)
-    assert logits.shape == (2 * len(TREE), VOCAB)
-    prompts = [[*long, 8], [*short, 8]]
-    texts = [[*prompt, *path] for prompt in prompts for path in paths_of(TREE)]
-    torch.testing.assert_close(logits, reference.last_logits_of_each(model, texts), rtol=1e-3, atol=2e-4)
-
-
-@pytest.mark.parametrize(
-    "family",
-    ["lfm2-biased", "qwen3_next", "bamba", "mamba", "kimi_linear", "bailing_hybrid", "recurrent_gemma", "minimax"],
-)
-def test_convolutions_and_recurrences_are_the_same_without_native_kernels(
-    family: str, runner_of: Callable[..., ModelRunner]
-) -> None:
-    loaded = load_model(runner_of(family).loaded.folder, torch.float32, CPU, native=False)
-    test_tree_logits_are_those_of_each_path(family, lambda _: ModelRunner(loaded, 256))
-
-
-@pytest.mark.parametrize("family", quick(HYBRIDS, *KINDS_OF_HYBRIDS))
-def test_a_node_that_continues_another_branch_is_noticed(
-    family: str, runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The known-wrong arm: convolutions and recurrences follow the order of the batch instead of each path."""
-
-    monkeypatch.setattr(
-        scan, "parents_of", lambda piece: np.arange(-1, len(piece.prefix_slots) + piece.visible.shape[1] - 1)
-    )
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        test_tree_logits_are_those_of_each_path(family, runner_of)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, *quick(MORE_FUSED), *HYBRIDS])
-def test_which_are_fused(family: str, runner_of: Callable[..., ModelRunner]) -> None:
-    assert isinstance(runner_of(family).loaded.model, FusedDecoder) == (family.split("-")[0] in layer_families.FAMILIES)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_layer_stores(family: str, runner_of: Callable[..., ModelRunner]) -> None:
-    loaded = runner_of(family).loaded
-    config = FAMILIES[family]
-    layers = next(config[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if name in config)
-    assert len(loaded.layer_shapes) == layers
-    assert (loaded.vocab_size, loaded.max_position) == (VOCAB, 256)
-    heads = {"falcon": 2, "falcon-7b": 1, "gpt_bigcode": 1}.get(family, config.get("num_key_value_heads") or 4)
-    assert {(s.num_kv_heads, s.key_dim, s.value_dim) for s in loaded.layer_shapes} == {(heads, 8, 8)}
-
-
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -150,6 +67,56 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Native layers of the slow ones are compared with chains and with transformers in test_native_layers.
+CASES = [*FAMILIES, *quick(MORE_FUSED), *GEMMA_4, *HYBRIDS]
+
+
+@pytest.mark.parametrize("name", [*CASES, *VARIANTS])
+def test_tree_logits_are_those_of_each_path(name: str, model_folder: Callable[..., Path]) -> None:
+    family, changes = VARIANTS.get(name, (name, {}))
+    check_tree_logits(make_model(family, **changes), load_runner(model_folder(family, **changes), 256))
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["lfm2-biased", "qwen3_next", "bamba", "mamba", "kimi_linear", "bailing_hybrid", "recurrent_gemma", "minimax"],
+)
+def test_convolutions_and_recurrences_are_the_same_without_native_kernels(
+    family: str, model_folder: Callable[..., Path]
+) -> None:
+    loaded = load_model(model_folder(family), torch.float32, CPU, native=False)
+    check_tree_logits(make_model(family), ModelRunner(loaded, 256))
+
+
+@pytest.mark.parametrize("family", quick(HYBRIDS, *KINDS_OF_HYBRIDS))
+def test_a_node_that_continues_another_branch_is_noticed(
+    family: str, runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The known-wrong arm: convolutions and recurrences follow the order of the batch instead of each path."""
+
+    monkeypatch.setattr(
+        scan, "parents_of", lambda piece: np.arange(-1, len(piece.prefix_slots) + piece.visible.shape[1] - 1)
+    )
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        check_tree_logits(make_model(family), runner_of(family))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *quick(MORE_FUSED), *HYBRIDS])
+def test_which_are_fused(family: str, runner_of: Callable[..., ModelRunner]) -> None:
+    assert isinstance(runner_of(family).loaded.model, FusedDecoder) == (family.split("-")[0] in layer_families.FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_layer_stores(family: str, runner_of: Callable[..., ModelRunner]) -> None:
+    loaded = runner_of(family).loaded
+    config = FAMILIES[family]
+    layers = next(config[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if name in config)
+    assert len(loaded.layer_shapes) == layers
+    assert (loaded.vocab_size, loaded.max_position) == (VOCAB, 256)
+    heads = {"falcon": 2, "falcon-7b": 1, "gpt_bigcode": 1}.get(family, config.get("num_key_value_heads") or 4)
+    assert {(s.num_kv_heads, s.key_dim, s.value_dim) for s in loaded.layer_shapes} == {(heads, 8, 8)}
+
+
 # Rotations that depend on the longest text in the pass: a request would change with its neighbours.
 DYNAMIC: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 longrope": (
@@ -164,14 +131,6 @@ DYNAMIC: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16}},
     ),
 }
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_variants(name: str, tmp_path: Path) -> None:
-    family, changes = VARIANTS[name]
-    model = make_model(family, **changes)
-    model.save_pretrained(tmp_path)
-    _check(model, load_runner(tmp_path, 256))
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
@@ -218,19 +177,6 @@ def _random(config: Any) -> Any:
     return model.eval()
 
 
-def _check(model: Any, runner: ModelRunner) -> None:
-    """A long prompt in two chunks, then trees on it and on a short one in one pass."""
-    long, short = (prompt[: runner.loaded.max_position - 4] for prompt in random_prompts([30, 4]))
-    _read(runner, "long", long[:10])
-    _read(runner, "long", long[10:])
-    _read(runner, "short", short)
-    logits = runner.forward([_piece(runner, name, [8], TREE) for name in ("long", "short")])
-    for name in ("long", "short"):
-        runner.cache.free(name)
-    texts = [[*prompt, 8, *path] for prompt in (long, short) for path in paths_of(TREE)]
-    torch.testing.assert_close(logits, reference.last_logits_of_each(model, texts), rtol=1e-3, atol=2e-4)
-
-
 def _check_right_or_refused(model: Any, folder: Path, max_model_len: int | None = None) -> None:
     refusal, runner = "", None
     try:
@@ -240,7 +186,7 @@ def _check_right_or_refused(model: Any, folder: Path, max_model_len: int | None 
     if runner is None:
         assert f"'{model.config.model_type}'" in refusal
     else:
-        _check(model, runner)
+        check_tree_logits(model, runner)
 
 
 @pytest.mark.parametrize("family", OTHERS)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,11 +21,6 @@ from tiny import make_model, save_tokenizer
 WEIGHTS = "model.safetensors"
 _TOOL_USE = "additional_chat_templates/tool_use.jinja"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-
-
-@pytest.fixture
-def folder(model_folder: Callable[..., Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(model_folder("llama"), tmp_path / "model"))
 
 
 @pytest.fixture

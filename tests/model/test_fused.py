@@ -1,4 +1,4 @@
-"""Native layers: what a token's logits are does not depend on what else is in the pass, to the last bit."""
+"""Native decoders: one call for all layers, layers that do not agree, packed weights, rotations and embeddings."""
 
 import copy
 import logging
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import reference
 from native_layers import CPU, TREE, Reader
@@ -22,32 +23,7 @@ from specinfer.model.load import load_model
 from specinfer.model.probe import Probe
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import PackedLinear
-from tiny import make_model, paths_of, random_prompts
-
-WIDE = TokenTree((8, *range(20, 70)), (-1, *[0] * 50))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "qwen3_5_text", "bamba", "lfm2"])
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_logits_are_the_same_in_any_pass(
-    family: str, quantization: str | None, dtype: torch.dtype, model_folder: Callable[..., Path]
-) -> None:
-    loaded = load_model(model_folder(family), dtype, CPU, quantization)
-    assert isinstance(loaded.model, FusedDecoder)
-    reader = Reader(ModelRunner(loaded, 600))
-    long, short = random_prompts([45, 3])
-    reader.read("other", short)
-    reader.read("long", long[:40])
-    reader.read("long", long[40:])
-    pieces = [reader.piece("other", WIDE), reader.piece("long", TREE)]
-    logits = reader.runner.forward(pieces)
-    wide, tree = logits[: len(WIDE)], logits[len(WIDE) :]
-    for node, path in enumerate(paths_of(TREE)):
-        assert torch.equal(tree[node], reader.alone("alone", [*long, 8, *path]))
-    for node, path in list(enumerate(paths_of(WIDE)))[::17]:
-        assert torch.equal(wide[node], reader.alone("alone", [*short, 8, *path]))
+from tiny import make_model, random_prompts
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text", "bamba", "lfm2"])
@@ -115,16 +91,16 @@ def test_float32_weights_of_a_bfloat16_checkpoint_take_half_the_bytes(
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())
     model.save_pretrained(tmp_path)
-    tokens, found, sizes = random_prompts([20])[0], [], []
+    tokens, logits, sizes = random_prompts([20])[0], list[Tensor](), list[int]()
     for narrows in (True, False):
         if not narrows:
             monkeypatch.setattr(packing, "_is_bfloat16", lambda _: False)
         loaded = load_model(tmp_path, torch.float32, CPU)
-        found.append(Reader(ModelRunner(loaded, 40)).alone("a", tokens))
+        logits.append(Reader(ModelRunner(loaded, 40)).alone("a", tokens))
         sizes.append(sum(call.panels.num_bytes for layer in loaded.model.layers for call in layer.call.linears))
-    assert torch.equal(*found)
+    assert torch.equal(*logits)
     assert sizes[0] * 2 == sizes[1]
-    torch.testing.assert_close(found[0], reference.last_logits(model, tokens), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits[0][-1], reference.last_logits(model, tokens), rtol=1e-4, atol=1e-5)
 
 
 def test_float32_weights_keep_their_type_where_it_is_needed(model_folder: Callable[..., Path]) -> None:
@@ -146,12 +122,12 @@ def test_positions_beyond_the_table(model_folder: Callable[..., Path]) -> None:
     loaded = load_model(model_folder("llama", max_position_embeddings=3000), torch.float32, CPU)
     by_torch = load_model(model_folder("llama", max_position_embeddings=3000), torch.float32, CPU, native=False)
     tokens = random_prompts([1200])[0]
-    found = []
-    for one in (loaded, by_torch):
-        reader = Reader(ModelRunner(one, 1300))
+    logits = []
+    for decoder in (loaded, by_torch):
+        reader = Reader(ModelRunner(decoder, 1300))
         reader.read("a", tokens[:1199])
-        found.append(reader.runner.forward([reader.piece("a", TokenTree.root(tokens[1199]))]))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
+        logits.append(reader.runner.forward([reader.piece("a", TokenTree.root(tokens[1199]))]))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -164,5 +140,5 @@ def test_tied_embeddings_are_in_memory_once(quantization: str | None, model_fold
     if quantization is None:
         assert loaded.num_bytes == pytest.approx(by_torch.num_bytes, rel=0.02)
     tokens = random_prompts([9])[0]
-    found = [Reader(ModelRunner(one, 40)).alone("a", tokens) for one in (loaded, by_torch)]
-    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
+    logits = [Reader(ModelRunner(decoder, 40)).alone("a", tokens) for decoder in (loaded, by_torch)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)

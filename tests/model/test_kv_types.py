@@ -27,23 +27,13 @@ from specinfer.ops import AttentionCall, cpu
 from specinfer.ops.kv_types import FLOAT8, KV_TYPES, KVScales, to_stored
 from specinfer.ops.triton import attention, float8, rotary, store
 from specinfer.ops.triton.blocks import Blocks
-from tree_cases import AttentionCase, Part, wide
+from tree_cases import FEATURES, AttentionCase, Part, wide
 
 E4M3, E5M2 = FLOAT8
 CPU = torch.device("cpu")
 SCALES = KVScales(0.37, 2.5)
 BYTES = torch.arange(256, dtype=torch.uint8)
 ROOT = TokenTree.root(1)
-FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"window": 3},
-    "all": {
-        "window": 4,
-        "softcap": 2.0,
-        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]),
-        "key_bias": torch.tensor([[-0.5], [0.25], [0.125], [0.06]]) * torch.arange(400),
-    },
-}
 isa = pytest.fixture(params=ISAS)(each_isa)
 
 
@@ -154,44 +144,18 @@ def test_native_code_stores_the_same(isa: str, dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------------------------------------- attention
 
 
-def stored(case: AttentionCase, dtype: torch.dtype) -> None:
-    """Let a case have keys and values of 8 bits."""
-    case.keys = to_stored(case.keys, dtype, 1 / SCALES.key)
-    case.values = to_stored(case.values, dtype, 1 / SCALES.value)
-
-
-def run(case: AttentionCase, attend: Callable[..., Tensor], **options: Any) -> Tensor:
-    scales = {"scale": case.scale * SCALES.key, "value_scale": SCALES.value}
-    return attend(case.query, case.keys, case.values, case.layout, **scales, **options)
-
-
-def expected(case: AttentionCase, **features: Any) -> Tensor:
-    """Attention over paths in float32, after PyTorch has widened the numbers and multiplied them by their scales."""
-    rows = [
-        reference.attention(
-            case.query[row].float(),
-            case.keys[path].float() * SCALES.key,
-            case.values[path].float() * SCALES.value,
-            case.scale,
-            **features,
-        )
-        for row, path in enumerate(case.paths)
-    ]
-    return torch.cat([torch.stack(rows), torch.zeros((case.layout.num_tokens - len(rows), *rows[0].shape))])
-
-
 @interpreted
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_attention_is_that_over_the_widened_numbers(dtype: torch.dtype, name: str) -> None:
     cases = [[Part(21, 2, wide(5), 1), Part(0, 3, ROOT)], [Part(70, 1, ROOT), Part(3, 1, wide(2))]]
     for splits, parts in enumerate(cases, start=1):
         case = AttentionCase(parts, heads=4, kv_heads=2, seed=splits)
-        stored(case, dtype)
-        wanted = expected(case, **FEATURES[name])
-        check(run(case, reference_trees.attend, **FEATURES[name]), wanted)
-        check(run(case, attention.attend, **FEATURES[name], blocks=Blocks(16, 16, splits, 4)), wanted)
+        case.store_as(dtype, SCALES)
+        wanted = case.expected(**FEATURES[name])
+        check(case.run(reference_trees.attend, **FEATURES[name]), wanted)
+        check(case.run(attention.attend, **FEATURES[name], blocks=Blocks(16, 16, splits, 4)), wanted)
 
 
 @interpreted
@@ -200,10 +164,10 @@ def test_attention_is_that_over_the_widened_numbers(dtype: torch.dtype, name: st
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_queries_in_half_precision(dtype: torch.dtype, dims: tuple[int, int], kind: torch.dtype) -> None:
     case = AttentionCase([Part(18, 1, wide(3)), Part(2, 9, ROOT)], heads=2, kv_heads=1, dims=dims, dtype=kind)
-    stored(case, dtype)
-    out = run(case, attention.attend)
+    case.store_as(dtype, SCALES)
+    out = case.run(attention.attend)
     assert out.dtype == kind
-    check(out, expected(case), 2e-2)
+    check(out, case.expected(), 2e-2)
 
 
 @interpreted
@@ -213,8 +177,8 @@ def test_queries_in_half_precision(dtype: torch.dtype, dims: tuple[int, int], ki
 def test_no_number_is_taken_for_one(dtype: torch.dtype, attend: Callable[..., Tensor]) -> None:
     case = AttentionCase([Part(9, 1, ROOT), Part(3, 1, wide(2))])
     case.keys[case.paths[0]] = torch.nan
-    stored(case, dtype)
-    out = run(case, attend)
+    case.store_as(dtype, SCALES)
+    out = case.run(attend)
     assert bool(out[0].isnan().all())
     assert not bool(out[1:].isnan().any())
 

@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,19 +24,10 @@ from specinfer.ops.triton.attention import attend
 from specinfer.ops.triton.blocks import Blocks, Device, choose_blocks, device_of
 from specinfer.ops.triton.store import store
 from tiny import trees
-from tree_cases import AttentionCase, Part, bushy, wide
+from tree_cases import FEATURES, AttentionCase, Part, bushy, wide
 
 pytestmark = interpreted
 ROOT = TokenTree.root(1)
-SLOPES = torch.tensor([[-0.5], [0.25], [0.125], [0.06]]) * torch.arange(400)
-FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"window": 3},
-    "softcap": {"softcap": 1.5},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-    "alibi": {"key_bias": SLOPES},
-    "all": {"window": 4, "softcap": 2.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "key_bias": SLOPES},
-}
 
 
 def check(out: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:

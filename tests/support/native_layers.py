@@ -1,11 +1,13 @@
-"""Models whose layers are native, and what they compute: texts read in chunks and in company, errors of logits."""
+"""What models compute: texts read in chunks, together and alone, trees on their ends, and errors of logits."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import reference
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import Piece
 from specinfer.model.layers.fused import FusedDecoder
@@ -14,20 +16,29 @@ from specinfer.model.runner import ModelRunner
 from specinfer.ops import Attends, Ending, LayerCall, LinearCall, Opens, PartCall
 from specinfer.ops.cpu.layer_part import Adds
 from specinfer.ops.cpu.recurrent_layer import RecurrentParts
-from tiny import make_model, random_prompts
+from tiny import make_model, paths_of, random_prompts
 
 CPU = torch.device("cpu")
+#          9 - 11 - 12
+#        /   \ 13
+#  root - 10 - 9 - 11
 TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
 PROMPT = random_prompts([40])[0]  # five windows
 
 
 def make(family: str, **changes: Any) -> Any:
-    """A model whose norms are not those it begins with."""
+    """A model whose norms, biases of choices and factors of layers are not those it begins with."""
     model = make_model(family, **changes)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
                 weight += torch.randn_like(weight) * 0.3
+        for name, buffer in model.named_buffers():
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer += torch.randn_like(buffer)
+            # Layers of random models add little to hidden states: small numbers after layers would hide the rest.
+            elif name.endswith("layer_scalar"):
+                buffer.fill_((1.0, 0.8, 1.3, 0.9, 0.7)[int(name.split(".")[-2])])
     return model
 
 
@@ -65,8 +76,19 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / (wanted - wanted.mean()).norm())
 
 
+def check_rounding(model: Any, folder: Path, dtype: torch.dtype, quantization: str | None) -> None:
+    """Check that native layers of a saved model round hardly more than the definition of transformers does."""
+    wanted = reference.last_logits(model, PROMPT)
+    runner, definition = (
+        ModelRunner(load_model(folder, dtype, CPU, quantization, native=native), 64) for native in (True, False)
+    )
+    assert isinstance(runner.loaded.model, FusedDecoder)
+    ours, theirs = (error(last_logits(each), wanted) for each in (runner, definition))
+    assert ours < 1.5 * theirs + 0.01
+
+
 class Reader:
-    """Reads texts into a runner's cache, in chunks and in company."""
+    """Reads texts into a runner's cache, in chunks and together."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -76,17 +98,57 @@ class Reader:
         self.runner.forward([Piece.of_span(tokens, None, self.runner.cache.slots(name), slots)])
         self.runner.cache.commit(name, range(len(tokens)))
 
-    def piece(self, name: str, tree: TokenTree) -> Piece:
-        slots = self.runner.cache.reserve(name, len(tree))
-        return Piece.of_span(tree.tokens[:1], tree, self.runner.cache.slots(name), slots)
+    def piece(self, name: str, tree: TokenTree, chain: Sequence[int] = ()) -> Piece:
+        """A tree at the end of what was read and of a chain, whose last token is the root."""
+        chain = chain or tree.tokens[:1]
+        slots = self.runner.cache.reserve(name, len(chain) + tree.num_guessed)
+        return Piece.of_span(chain, tree, self.runner.cache.slots(name), slots)
 
     def alone(self, name: str, tokens: list[int]) -> Tensor:
-        """[vocab] after the last token; all of them one at a time."""
-        for token in tokens[:-1]:
-            self.read(name, [token])
-        logits = self.runner.forward([self.piece(name, TokenTree.root(tokens[-1]))])
+        """[tokens, vocab] after each of the tokens, which are read one at a time."""
+        rows = []
+        for token in tokens:
+            rows.append(self.runner.forward([self.piece(name, TokenTree.root(token))])[0].clone())
+            self.runner.cache.commit(name, [0])
         self.runner.cache.free(name)
-        return logits[0]
+        return torch.stack(rows)
+
+    def check_bits(self, text: list[int], tree: TokenTree, logits: Tensor, every: int = 1) -> None:
+        """Check that a tree's logits after a text have the bits of tokens that are read one at a time.
+
+        Args:
+            every: The leaves whose paths are read: all, or each second one, and so on.
+        """
+        paths = paths_of(tree)
+        for leaf in sorted(set(range(len(tree))) - set(tree.parents))[::every]:
+            rows = self.alone("alone", [*text, tree.tokens[0], *paths[leaf]])
+            for node, path in enumerate(paths):
+                if path == paths[leaf][: len(path)]:
+                    assert torch.equal(logits[node], rows[len(text) + len(path)])
+
+
+def tree_logits(runner: ModelRunner) -> Tensor:
+    """[2 * nodes, vocab] of `TREE` on two texts in one pass, of which one is longer than every sliding window."""
+    reader, (long, short) = Reader(runner), _texts(runner)
+    reader.read("long", long[:5])
+    reader.read("long", long[5:14])
+    chains = {"long": [*long[14:], 8], "short": [*short, 8]}
+    try:
+        return runner.forward([reader.piece(name, TREE, chain) for name, chain in chains.items()])
+    finally:
+        for name in chains:
+            runner.cache.free(name)
+
+
+def check_tree_logits(model: Any, runner: ModelRunner) -> None:
+    """Check that the logits of each node are those of transformers after the path to it."""
+    texts = [[*text, 8, *path] for text in _texts(runner) for path in paths_of(TREE)]
+    wanted = reference.last_logits_of_each(model, texts)
+    torch.testing.assert_close(tree_logits(runner), wanted, rtol=1e-3, atol=2e-4)
+
+
+def _texts(runner: ModelRunner) -> list[list[int]]:
+    return [text[: runner.loaded.max_position - 4] for text in random_prompts([21, 3])]
 
 
 def paired_call(

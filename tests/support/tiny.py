@@ -115,7 +115,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 _KINDS_OF_ATTENTION = {"layer_types": ["sliding_attention", "full_attention"]}
-_GRANITE = {
+GRANITE = {
     "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2,
 }  # fmt: skip
 _GROUPED = _HEAD | {
@@ -126,7 +126,7 @@ _GROUPED = _HEAD | {
 MORE_FUSED: dict[str, dict[str, Any]] = {
     "iquestcoder": _LLAMA,
     "internlm3": _LLAMA,
-    "granite": _LLAMA | _GRANITE,
+    "granite": _LLAMA | GRANITE,
     "smollm3-mixed": _LLAMA | {"no_rope_layers": [1, 0]},
     "seed_oss": _LLAMA | _HEAD | {"attention_out_bias": True},
     "ministral": _LLAMA | _WINDOW | _HEAD | _KINDS_OF_ATTENTION,
@@ -152,8 +152,8 @@ MORE_FUSED: dict[str, dict[str, Any]] = {
     "minimax_m2": _LLAMA | _HEAD | _LOCAL_MOE | {"num_local_experts": 8, "rotary_dim": 4},
     "olmoe": _LLAMA | _MOE | {"norm_topk_prob": True},
     "ernie4_5_moe": _LLAMA | _MOE | {"num_experts": 8, "moe_num_experts": 8, "moe_k": 3, "moe_layer_start_index": 1},
-    "granitemoe": _LLAMA | _LOCAL_MOE | _GRANITE,
-    "granitemoeshared": _LLAMA | _LOCAL_MOE | _GRANITE | {"shared_intermediate_size": 24},
+    "granitemoe": _LLAMA | _LOCAL_MOE | GRANITE,
+    "granitemoeshared": _LLAMA | _LOCAL_MOE | GRANITE | {"shared_intermediate_size": 24},
 }
 MORE_FUSED = {name: fields for name, fields in MORE_FUSED.items() if name.split("-")[0] in CONFIG_MAPPING}
 

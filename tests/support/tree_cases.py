@@ -11,7 +11,20 @@ from torch import Tensor
 
 import reference
 from specinfer.core.tree import Distribution, Draw, TokenTree
+from specinfer.ops.kv_types import NO_SCALES, KVScales, to_stored
 from specinfer.ops.tree_layout import TreeLayout, num_words, pack_bits
+
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+SLOPES = torch.tensor([[-0.5], [0.25], [0.125], [0.06]]) * torch.arange(400)
+# Of attention, for four heads.
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 3},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": SINKS},
+    "alibi": {"key_bias": SLOPES},
+    "all": {"window": 4, "softcap": 2.0, "sinks": SINKS, "key_bias": SLOPES},
+}
 
 
 class Part(NamedTuple):
@@ -86,7 +99,13 @@ class AttentionCase:
         self.keys[0] = self.values[0] = math.nan
         self.query = torch.randn((tokens, heads, dims[0]), generator=generator).to(dtype)
         self.query[len(self.paths) :] = math.nan
-        self.scale = dims[0] ** -0.5
+        self.scale, self.scales = dims[0] ** -0.5, NO_SCALES
+
+    def store_as(self, dtype: torch.dtype, scales: KVScales) -> None:
+        """Let keys and values be of a type with scales."""
+        self.keys = to_stored(self.keys, dtype, 1 / scales.key)
+        self.values = to_stored(self.values, dtype, 1 / scales.value)
+        self.scales = scales
 
     def _fill(self, i: int, part: Part, prefix: Tensor, rest: Tensor) -> None:
         layout, visible, positions = self.layout, part.visible(), torch.tensor(part.positions(), dtype=torch.int32)
@@ -101,13 +120,18 @@ class AttentionCase:
         self.paths += [torch.cat([prefix, rest[row]]) for row in visible[part.earlier :]]
 
     def run(self, attend: Any, **options: Any) -> Tensor:
-        return attend(self.query, self.keys, self.values, self.layout, scale=self.scale, **options)
+        scales = {"scale": self.scale * self.scales.key, "value_scale": self.scales.value}
+        return attend(self.query, self.keys, self.values, self.layout, **scales, **options)
 
     def expected(self, **features: Any) -> Tensor:
-        """[tokens, heads, value_dim] float32, by tests/reference."""
+        """[tokens, heads, value_dim] float32 over the numbers that are stored, by tests/reference."""
         rows = [
             reference.attention(
-                self.query[row].float(), self.keys[path].float(), self.values[path].float(), self.scale, **features
+                self.query[row].float(),
+                self.keys[path].float() * self.scales.key,
+                self.values[path].float() * self.scales.value,
+                self.scale,
+                **features,
             )
             for row, path in enumerate(self.paths)
         ]

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import reference
+from native_layers import TREE, check_tree_logits
 from specinfer import LLM
 from specinfer.cli.options import EngineOptions
 from specinfer.core.config import EngineConfig
@@ -62,7 +62,6 @@ from tiny import (
     make_engine,
     make_model,
     make_request,
-    paths_of,
     quick,
     random_prompts,
     run,
@@ -71,7 +70,6 @@ from tiny import (
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 220
-TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
 Loaded = Callable[..., LoadedModel]
 
 
@@ -258,23 +256,9 @@ def test_only_what_is_new_is_written_to_the_table() -> None:
 @pytest.mark.parametrize("family", [*FAMILIES, *quick(HYBRIDS, *KINDS_OF_HYBRIDS)])
 def test_tree_logits_are_those_of_each_path(family: str, loaded_of: Loaded) -> None:
     """Of every family, from caches and buffers full of what are no numbers."""
-    runner, model = _runner(loaded_of(family)), make_model(family)
+    runner = _runner(loaded_of(family))
+    check_tree_logits(make_model(family), runner)
     assert runner.padded is not None
-    long, short = random_prompts([21, 3])
-    cache = runner.cache
-    for start, end in ((0, 5), (5, 14)):
-        slots = cache.reserve("long", end - start)
-        runner.forward([Piece.of_span(long[start:end], None, cache.slots("long"), slots)])
-        cache.commit("long", range(end - start))
-    pieces = []
-    for name, chain in {"long": [*long[14:], 8], "short": [*short, 8]}.items():
-        slots = cache.reserve(name, len(chain) + TREE.num_guessed)
-        pieces.append(Piece.of_span(chain, TREE, cache.slots(name), slots))
-    logits = runner.forward(pieces)
-    for name in ("long", "short"):
-        cache.free(name)
-    texts = [[*prompt, 8, *path] for prompt in (long, short) for path in paths_of(TREE)]
-    torch.testing.assert_close(logits, reference.last_logits_of_each(model, texts), rtol=1e-3, atol=2e-4)
     assert {size.is_chain for size in runner.padded.sizes} == {True, False}
 
 
