@@ -15,7 +15,8 @@ from specinfer.policy.acceptance import expected_tokens
 from specinfer.policy.cost_measurement import SIZES
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
-from specinfer.policy.optimizer import TreeSizes
+from specinfer.policy.optimizer import clearly_faster
+from specinfer.policy.rank_choice import TreeSizes
 
 MAX_MACHINES = 1024
 _MARGIN = 1.03  # least expected speedup at which speculation is chosen, as in the engine
@@ -108,8 +109,7 @@ class Planner:
         expected = expected_tokens(self._by_rank, sizes.num_nodes, sizes.num_levels)
         steady = run_round(split, num_requests, sizes.num_nodes, sizes.num_levels)
         rates = expected / steady.seconds
-        best = int(rates.argmax())
-        best = best if rates[best] > _MARGIN * rates[0] else 0
+        best = clearly_faster(rates, 0, _MARGIN)
 
         def of(tree: int) -> Prediction:
             return Prediction(

@@ -29,7 +29,7 @@ from specinfer.policy import cost_cache
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
-from specinfer.policy.optimizer import TreeOptimizer
+from specinfer.policy.rank_choice import RankChoice
 from tiny import make_engine, make_request, random_prompts, resized, run, save_model
 
 SHAPE = TargetShape(12, 256, num_heads=8, num_kv_heads=4, layer_parameters=600_000, kv_parameters=60_000,
@@ -176,7 +176,7 @@ def test_one_rank_takes_what_a_step_takes_and_auto_chooses_the_same() -> None:
     planner = Planner(SHAPE, costs, Cluster(NO_LINK, NO_LINK), BY_RANK)
     for size in (1, 3, 16, 200):
         best, plain = planner.predict(1, 1, size)
-        optimizer = TreeOptimizer(costs.step, acceptance)
+        optimizer = RankChoice(costs.step, acceptance)
         budget, rates = optimizer.choose(size), optimizer.rates(size)
         expected = max(rates) if budget.max_nodes else rates[0]
         assert best.tokens_per_second == pytest.approx(float(expected))

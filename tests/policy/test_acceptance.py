@@ -8,7 +8,7 @@ import pytest
 
 from specinfer.core.tree import TokenTree
 from specinfer.policy.acceptance import AcceptanceModel, expected_tokens
-from specinfer.policy.optimizer import TreeSizes
+from specinfer.policy.rank_choice import TreeSizes
 from specinfer.verify import Acceptance
 from tests.policy.simulated_machines import WRONG
 

@@ -11,7 +11,7 @@ from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import ContextCurve, Curve
-from specinfer.policy.optimizer import TreeOptimizer
+from specinfer.policy.rank_choice import RankChoice
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
 from specinfer.verify import Acceptance
 from tests.policy.simulated_machines import GROWING, RIGHT, SIZES, WRONG, make_costs, make_record, make_span
@@ -79,7 +79,7 @@ def test_tests_of_an_expensive_drafter_take_a_hundredth_of_the_time(draft_level:
     """They are not put off for ever: the price may be wrong, and only drafting shows it."""
     policy = AutoPolicy(make_costs(GROWING, draft_level))
     policy.acceptance = AcceptanceModel.assumed((0.05,))
-    policy.optimizer = TreeOptimizer(policy.costs, policy.acceptance)
+    policy.rank_choice = RankChoice(policy.costs, policy.acceptance)
     for _ in range(2):
         num_plain, budgets = _plain_steps(policy, [make_span()])
         assert budgets == [TEST]
@@ -105,7 +105,7 @@ def test_a_prompt_that_seems_too_expensive_to_read_is_read_now_and_then() -> Non
     assert _plain_steps(policy, [long, short]) == (policy.MAX_TEST_EVERY - 1, [OFF, TEST])
     for _ in range(20):
         policy.observe(make_record(num_rows=4, num_guessed=3, num_levels=3, num_read=100, draft_time=0.1), [RIGHT])
-    assert policy.optimizer.pays_to_read(long.request, 2)
+    assert policy.rank_choice.pays_to_read(long.request, 2)
 
 
 def test_steps_whose_passes_were_captured_do_not_change_the_costs() -> None:
@@ -135,10 +135,10 @@ def test_a_drafter_that_became_cheap_is_used_again() -> None:
 
 def test_a_drafter_that_is_always_wrong_is_not_used() -> None:
     policy = AutoPolicy(make_costs(GROWING, 0.1))
-    assert policy.optimizer.choose(1).max_nodes
+    assert policy.rank_choice.choose(1).max_nodes
     for _ in range(600):
         policy.observe(make_record(num_rows=5, num_guessed=4, num_levels=1, draft_time=0.1), [WRONG])
-    assert policy.optimizer.choose(1) == OFF
+    assert policy.rank_choice.choose(1) == OFF
 
 
 def test_a_drafter_reads_a_long_prompt_only_if_that_saves_time() -> None:
@@ -201,8 +201,8 @@ def test_choices_are_kept_for_some_steps_where_choosing_costs_time(
 ) -> None:
     policy = AutoPolicy(make_costs([seconds] * len(SIZES), seconds / 100))
     weighed: list[int] = []
-    choose = policy.optimizer.choose
-    monkeypatch.setattr(policy.optimizer, "choose", lambda count: weighed.append(count) or choose(count))
+    choose = policy.rank_choice.choose
+    monkeypatch.setattr(policy.rank_choice, "choose", lambda count: weighed.append(count) or choose(count))
     spans = [make_span() for _ in range(3)]
     for _ in range(2 * num_steps):
         policy.budgets(spans)
@@ -224,7 +224,7 @@ def test_the_reason_for_plain_decoding_names_the_pass_the_drafter_the_batch_or_t
     ):
         policy = AutoPolicy(costs)
         policy.acceptance = AcceptanceModel.assumed([rate, 0.01])
-        policy.optimizer = TreeOptimizer(costs, policy.acceptance)
+        policy.rank_choice = RankChoice(costs, policy.acceptance)
         policy.budgets([span] * count)
         span.request.drafting.is_read = True
         reasons[name] = policy.reason(span.request)

@@ -25,7 +25,7 @@ from specinfer.policy import cost_measurement, streamed_costs
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_measurement import SIZES, measure_costs
 from specinfer.policy.cost_model import CostModel
-from specinfer.policy.optimizer import TreeOptimizer
+from specinfer.policy.rank_choice import RankChoice
 from tests.policy.simulated_machines import StreamedTarget
 from tiny import VOCAB, resized
 
@@ -214,7 +214,7 @@ def test_captures_and_compilation_are_no_part_of_the_costs(
     assert slow.target.sizes.tolist() == list(SIZES)
     assert slow.read_token == pytest.approx(1e-5, rel=0.1), "a row costs as much"
     for count in (1, 2, 4, 8, 16, 32):
-        trees = [TreeOptimizer(costs, AcceptanceModel()).choose(count) for costs in (quick, slow)]
+        trees = [RankChoice(costs, AcceptanceModel()).choose(count) for costs in (quick, slow)]
         assert trees[0] == trees[1]
         assert trees[0].max_nodes or count > 1
 

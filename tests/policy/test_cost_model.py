@@ -186,9 +186,9 @@ def test_a_step_is_drafting_and_a_pass_and_the_rest() -> None:
     costs.rest = 0.5
     assert float(costs.step(1, 0, 0)) == pytest.approx(1.5)
     assert float(costs.step(2, 0, 0)) == pytest.approx(2.5)
-    # Eight guesses in four levels: two a level.
+    # Eight guesses of each request in four levels: two a level.
     assert float(costs.step(1, 8, 4)) == pytest.approx(4 * 0.2 + 9 + 0.5)
-    assert float(costs.step(3, 8, 4)) == pytest.approx(4 * 0.6 + 27 + 0.5)
+    assert float(costs.step(3, 24, 4)) == pytest.approx(4 * 0.6 + 27 + 0.5)
     assert costs.step(1, [0, 8], [0, 4]).tolist() == pytest.approx([1.5, 0.8 + 9.5])
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ from specinfer.llm import LLM
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import SpeculationPolicy
-from specinfer.policy.batch_optimizer import choose_configurations
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from specinfer.policy.features import FeatureTracker, feature_names, find_slots
 from specinfer.policy.learned_choice import _BOUND, LearnedChoice, load_policy_network
-from specinfer.policy.network import Configuration, ExpectedYield, PolicyNetwork, make_configurations
+from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_request, random_prompts, run, save_model
 
@@ -176,41 +174,6 @@ def test_the_menu_begins_with_plain_decoding_and_names_only_present_drafters() -
         assert {slot for one in menu for slot in one.slots} == set(slots)
     asked = {one.slots for one in make_configurations(("ngram", "model", "suffix"))}
     assert asked == {(), ("ngram", "suffix"), ("model",), ("ngram", "model", "suffix")}
-
-
-def _rate(expected: ExpectedYield, chosen: Sequence[int], costs: CostModel) -> float:
-    """Tokens per second of these choices, request by request."""
-    places = list(enumerate(chosen))
-    nodes = sum(expected.nodes[place] for place in places)
-    deepest = max(expected.levels[place] for place in places)
-    level = float(costs.draft_level(nodes / max(deepest, 1.0)))
-    seconds = float(costs.target(len(places) + nodes)) + deepest * level + costs.rest
-    return float(sum(expected.tokens[place] for place in places) / seconds)
-
-
-@given(st.integers(1, 3), st.integers(0, 10**6))
-def test_the_choice_is_no_worse_than_any_for_all_and_near_the_best(num_requests: int, seed: int) -> None:
-    source = np.random.default_rng(seed)
-    shape = (num_requests, 5)
-    nodes = source.uniform(0, 30, shape)
-    expected = ExpectedYield(1 + source.uniform(0, 6, shape), nodes, source.uniform(0, 8, shape))
-    for values, off in ((expected.tokens, 1.0), (expected.nodes, 0.0), (expected.levels, 0.0)):
-        values[:, 0] = off
-    chosen = choose_configurations(expected, costs()).tolist()
-    got = _rate(expected, chosen, costs())
-    alike = max(_rate(expected, [one] * num_requests, costs()) for one in range(5))
-    best = max(_rate(expected, every, costs()) for every in product(range(5), repeat=num_requests))
-    assert alike - 1e-9 <= got <= best + 1e-9
-    assert got >= 0.8 * best
-
-
-def test_a_request_that_is_easy_to_guess_for_gets_more_than_its_neighbour() -> None:
-    expected = ExpectedYield(
-        np.array([[1.0, 4.0, 14.0], [1.0, 1.2, 1.25]]), np.array([[0.0, 7, 31]] * 2), np.array([[0.0, 0, 0]] * 2)
-    )
-    easy, hard = choose_configurations(expected, costs()).tolist()
-    assert easy == 2
-    assert hard < 2
 
 
 def _drafter() -> MergedDrafter:

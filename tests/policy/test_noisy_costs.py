@@ -16,7 +16,7 @@ from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_measurement import SIZES
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
-from specinfer.policy.optimizer import TreeOptimizer
+from specinfer.policy.rank_choice import RankChoice
 
 NUM_RUNS = 20
 _LOAD = 0.4  # share of the time in which something else runs
@@ -67,7 +67,7 @@ class NoisyMachine:
 
 def choose(costs: CostModel) -> tuple[int, int]:
     """Return the index and the number of nodes of the tree that is chosen at start."""
-    optimizer = TreeOptimizer(costs, AcceptanceModel())
+    optimizer = RankChoice(costs, AcceptanceModel())
     optimizer.choose(1)
     return optimizer._chosen, int(optimizer.sizes.num_nodes[optimizer._chosen])
 
@@ -80,7 +80,7 @@ def test_measurements_under_load_choose_the_same_kind_of_tree(name: str, monkeyp
     true = CostModel(
         Curve(SIZES, [seconds(size) for size in SIZES]), Curve((1, 64), (level, 1.3 * level)), 0.0, level / 3
     )
-    rates = TreeOptimizer(true, AcceptanceModel()).rates(1)
+    rates = RankChoice(true, AcceptanceModel()).rates(1)
     chosen = []
     for seed in range(NUM_RUNS):
         machine = NoisyMachine(true, seed)

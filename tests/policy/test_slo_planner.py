@@ -37,7 +37,7 @@ def _span(tpot: float | None = None, *, late: float = 0.0, max_tokens: int = 100
 def test_trees_grow_first_for_who_would_miss_the_target() -> None:
     spans = [_span(0.8), *(_span() for _ in range(7))]
     policy = _policy()
-    assert policy.optimizer.choose(8) == OFF
+    assert policy.rank_choice.choose(8) == OFF
     budgets = policy.budgets(spans)
     assert budgets[0].max_nodes > 0
     assert budgets[1:] == [OFF] * 7
@@ -55,7 +55,7 @@ def test_no_larger_tree_is_counted_on_than_a_step_holds() -> None:
 def test_without_a_target_at_risk_all_trees_are_the_fastest() -> None:
     for late in (0.0, -3.0):
         spans = [_span(0.8 - late, late=late), *(_span() for _ in range(2))]
-        expected = _policy().optimizer.choose(3)
+        expected = _policy().rank_choice.choose(3)
         assert expected.max_nodes > 0
         assert _policy().budgets(spans) == [expected] * 3
 

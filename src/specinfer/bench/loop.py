@@ -30,7 +30,7 @@ from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy, budget_of, usual_budgets
-from specinfer.policy.optimizer import TreeSizes
+from specinfer.policy.rank_choice import TreeSizes
 from specinfer.reporting.files import UnwrittenError, check_files, naming, write_json
 from specinfer.reporting.progress_bar import StageBar, stage_bar
 from specinfer.reporting.spread import first_difference

@@ -202,13 +202,13 @@ def _predict(costs: StepCosts, acceptance: AcceptanceModel, num_requests: int) -
     lengths = np.minimum(_CHAINS, model.most_nodes(num_requests))  # longer ones are cut
     expected = np.array([sum(first**depth for depth in range(length + 1)) for length in lengths])
     plain = 1.0 / float(model.step(num_requests, 0, 0))
-    chains = expected / model.step(num_requests, lengths, lengths) / plain
+    chains = expected / model.step(num_requests, num_requests * lengths, lengths) / plain
     best = choose(model, acceptance, num_requests)
     return DeviceChoice(
         best,
         1e3 * float(model.target(num_requests)),
         1e3 * float(model.draft_level(num_requests)),
-        1e3 * float(model.step(num_requests, best.num_nodes, best.num_levels)),
+        1e3 * float(model.step(num_requests, num_requests * best.num_nodes, best.num_levels)),
         tuple(chains.tolist()),
         costs.fits(num_requests),
     )

@@ -31,7 +31,7 @@ from specinfer.policy.base import SpeculationPolicy, budget_of
 from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.offload_choice import best_of
-from specinfer.policy.optimizer import TreeOptimizer
+from specinfer.policy.rank_choice import RankChoice
 from specinfer.policy.streamed_costs import StreamedCurve
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.files import check_files, options_of
@@ -167,15 +167,10 @@ class _Counting(SpeculationPolicy):
 
 def choose(costs: CostModel, acceptance: AcceptanceModel, num_requests: int) -> Choice:
     """Return the tree that the optimiser chooses for each request of a batch with these costs and acceptance."""
-    optimizer = TreeOptimizer(costs, acceptance)
-    rates = optimizer.rates(num_requests)  # index 0 is plain decoding
-    best = int(rates.argmax()) if optimizer.choose(num_requests).max_nodes else 0
-    expected = optimizer.expected_tokens()
+    trees = RankChoice(costs, acceptance)
+    rates = trees.rates(num_requests)  # index 0 is plain decoding
+    best = int(rates.argmax()) if trees.choose(num_requests).max_nodes else 0
+    tree = trees.expected()[best]
     return Choice(
-        num_requests,
-        int(optimizer.sizes.num_nodes[best]),
-        int(optimizer.sizes.num_levels[best]),
-        float(expected[best]),
-        float(rates[best]),
-        float(rates[0]),
+        num_requests, int(tree.nodes), int(tree.levels), float(tree.tokens), float(rates[best]), float(rates[0])
     )

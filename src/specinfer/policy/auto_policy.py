@@ -19,7 +19,8 @@ from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from specinfer.policy.learned_choice import LearnedChoice
 from specinfer.policy.lookup_policy import LookupPolicy, begins_text
-from specinfer.policy.optimizer import TreeOptimizer, TreeSizes, num_to_read
+from specinfer.policy.optimizer import num_to_read
+from specinfer.policy.rank_choice import RankChoice, TreeSizes
 from specinfer.policy.remeasurement import Remeasurement
 from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.verify import Acceptance
@@ -60,8 +61,8 @@ class AutoPolicy(SpeculationPolicy):
         self._lookups = LookupPolicy(costs, lookups)
         self.acceptance = AcceptanceModel(AcceptanceModel.SELF_PRIOR if has_self else AcceptanceModel.PRIOR)
         sizes = None if why_off is None else TreeSizes.none()
-        self.optimizer = TreeOptimizer(costs, self.acceptance, sizes)
-        self._planner = SLOPlanner(costs, self.optimizer)
+        self.rank_choice = RankChoice(costs, self.acceptance, sizes)
+        self._planner = SLOPlanner(costs, self.rank_choice)
         self._budget = OFF
         self._num_steps = 0
         self._num_plain, self._plain_seconds = 0, 0.0  # steps since the last draft tokens, and their time
@@ -82,13 +83,13 @@ class AutoPolicy(SpeculationPolicy):
         if self._why_off is not None:
             return [OFF] * len(spans)
         if self.network is None:
-            return self._by_rank(spans, reading)
+            return self._budgets_by_rank(spans, reading)
         budgets = self.network.budgets(spans)
         others = [span for span, budget in zip(spans, budgets, strict=True) if budget is None]
-        by_rank = iter(self._by_rank(others, reading) if others else ())
+        by_rank = iter(self._budgets_by_rank(others, reading) if others else ())
         return [next(by_rank) if budget is None else budget for budget in budgets]
 
-    def _by_rank(self, spans: Sequence[Span], reading: Sequence[Span]) -> list[TreeBudget]:
+    def _budgets_by_rank(self, spans: Sequence[Span], reading: Sequence[Span]) -> list[TreeBudget]:
         """Return the budgets by the observed acceptance of ranks, which requests with latency targets may exceed."""
         self.costs.follow(sum(span.start for span in (*spans, *reading)), len(spans) + len(reading))
         if self._remeasurement is None and self._pause <= 0.0 and self._may_remeasure(len(spans)):
@@ -101,7 +102,7 @@ class AutoPolicy(SpeculationPolicy):
     def _may_remeasure(self, num_requests: int) -> bool:
         """Return whether the costs of passes are to be measured again, looked at now and then because it takes time."""
         is_due = self._num_steps % self.REVIEW == 0 and self.costs.is_doubtful
-        return is_due and self.optimizer.depends_on_passes(num_requests)
+        return is_due and self.rank_choice.depends_on_passes(num_requests)
 
     def _fastest(self, spans: Sequence[Span], reading: Sequence[Span]) -> list[TreeBudget]:
         """Return the budgets with most tokens per second, or those of a test of the drafter."""
@@ -109,17 +110,17 @@ class AutoPolicy(SpeculationPolicy):
             self.acceptance.begin_text()
             self._num_requests = 0  # choose anew
         num_requests = len(spans) + len(reading)
-        if num_requests != self._num_requests or self._age >= (1 if self.optimizer.sizes.is_wide else self.REVIEW):
-            self._budget = self.optimizer.choose(num_requests)
+        if num_requests != self._num_requests or self._age >= (1 if self.rank_choice.sizes.is_wide else self.REVIEW):
+            self._budget = self.rank_choice.choose(num_requests)
             self._num_requests, self._age = num_requests, 0
         self._age += 1
         budget = self._budget
         if budget.max_nodes and reading:
             num_rows = sum(span.end - span.start for span in (*spans, *reading))
-            budget = self.optimizer.beside(len(spans), num_requests, num_rows)
+            budget = self.rank_choice.beside(len(spans), num_requests, num_rows)
         if budget.max_nodes:
             pays = [
-                self._may_delay(span.request) and self.optimizer.pays_to_read(span.request, num_requests)
+                self._may_delay(span.request) and self.rank_choice.pays_to_read(span.request, num_requests)
                 for span in spans
             ]
             if any(pays):
@@ -137,7 +138,7 @@ class AutoPolicy(SpeculationPolicy):
     def _must_check(self, num_requests: int) -> bool:
         """Return whether this step has no trees, to show what such steps cost, since that could change the choice."""
         self._num_trees += 1
-        if self._num_trees <= self.CHECK_EVERY or self.optimizer.gain(num_requests) > self.CLEAR:
+        if self._num_trees <= self.CHECK_EVERY or self.rank_choice.gain(num_requests) > self.CLEAR:
             return False
         if self._num_trees >= self.CHECK_EVERY + self.NUM_CHECKS:
             self._num_trees = 0
@@ -145,9 +146,9 @@ class AutoPolicy(SpeculationPolicy):
 
     def _may_test(self, spans: Sequence[Span]) -> bool:
         """Return whether a step may test the drafter: it costs little of the time, and could change the choice."""
-        seconds = self.optimizer.seconds_to_test(min(num_to_read(span.request) for span in spans))
+        seconds = self.rank_choice.seconds_to_test(min(num_to_read(span.request) for span in spans))
         is_cheap = seconds <= self.TEST_SHARE * self._plain_seconds or self._num_plain >= self.MAX_TEST_EVERY
-        return is_cheap and self.optimizer.could_pay(len(spans))
+        return is_cheap and self.rank_choice.could_pay(len(spans))
 
     def _delays_first_token(self, spans: Sequence[Span]) -> bool:
         """Return whether trees in this step would delay a first token noticeably.
@@ -158,12 +159,11 @@ class AutoPolicy(SpeculationPolicy):
         if not firsts:
             return False
         others = [span.request for span in spans if span.request.num_output]
-        num_nodes, num_levels, _ = self.optimizer.usual()
-        num_nodes *= len(others)
+        trees = self.rank_choice.usual().times(len(others))
         num_rows = sum(span.end - span.start for span in spans)
-        plain, grown = self.costs.target([num_rows, num_rows + num_nodes]).tolist()
+        plain, grown = self.costs.target([num_rows, num_rows + int(trees.nodes)]).tolist()
         reading = self.costs.read_token * sum(map(num_to_read, others))
-        added = grown - plain + float(self.costs.draft(num_nodes, num_levels)) + reading
+        added = grown - plain + float(self.costs.draft(trees.nodes, trees.levels)) + reading
         waited = self.planner.clock() - max(request.times.arrival for request in firsts)
         return bool(added > self.DELAY * (waited + plain))
 
@@ -180,11 +180,10 @@ class AutoPolicy(SpeculationPolicy):
         return [budget if span is chosen else OFF for span in spans]
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        seconds = step.draft_time + step.target_time + step.rest_time
         self._num_steps += 1
-        self._pause -= seconds
+        self._pause -= step.time
         self.planner.observe(step)
-        self._plain_seconds += seconds
+        self._plain_seconds += step.time
         has_prompt_tokens = step.num_rows != len(outcomes) + step.num_guessed
         if not step.is_first_of_size:  # otherwise its time is mostly that of a capture
             learn = self.costs.observe_prompts if has_prompt_tokens else self.costs.observe
@@ -228,7 +227,7 @@ class AutoPolicy(SpeculationPolicy):
                 if self._lookups.is_resting
                 else f"only {', '.join(sorted(self._lookups.names))} drafts"
             )
-            return f"auto: {does}, {self.optimizer.why_plain(num_requests)}"
+            return f"auto: {does}, {self.rank_choice.why_plain(num_requests)}"
         if request.drafting.is_read or request.num_output == 1:
             return None
         return "auto: plain decoding, reading the prompt with the drafter takes longer than its draft tokens save"
@@ -236,7 +235,7 @@ class AutoPolicy(SpeculationPolicy):
     def summary(self) -> str | None:
         if self.network is not None:
             return None
-        trial = TreeOptimizer(self.costs, self.acceptance)
+        trial = RankChoice(self.costs, self.acceptance)
         budget = trial.choose(1)
         if not budget.max_nodes:
             return f"auto: plain decoding, {trial.why_plain(1)}"

@@ -84,11 +84,10 @@ class CostModel:
         return max(self.max_rows // power_of_two(num_requests) - 1, 0)
 
     def step(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
-        """Return the seconds of a whole step with this many draft tokens for each request, in this many levels."""
+        """Return the seconds of a whole step with this many draft tokens in all, in this many levels."""
         nodes = np.asarray(num_nodes)
-        drafting = self.draft(num_requests * nodes, num_levels)
-        passes = self.target(num_requests * (1 + nodes)) * np.where(nodes > 0, 1.0, self._plain)
-        return np.asarray(drafting + passes + self.rest)
+        passes = self.target(num_requests + nodes) * np.where(nodes > 0, 1.0, self._plain)
+        return np.asarray(self.draft(nodes, num_levels) + passes + self.rest)
 
     def reading(self, num_tokens: npt.ArrayLike) -> Floats:
         """Return the seconds of target passes that read prompts, by their number of tokens."""

@@ -19,11 +19,11 @@ from torch import Tensor
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
-from specinfer.policy.batch_optimizer import choose_configurations, rates_alone
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
 from specinfer.policy.features import FeatureTracker, find_slots
-from specinfer.policy.network import SMALL_NODES, ExpectedYield, PolicyNetwork, token_weight
+from specinfer.policy.network import SMALL_NODES, PolicyNetwork, token_weight
+from specinfer.policy.optimizer import ExpectedYield, choose_each, clearly_faster, pays_to_read
 from specinfer.verify import Acceptance
 
 logger = logging.getLogger(__name__)
@@ -149,14 +149,14 @@ class LearnedChoice:
         corrected = ExpectedYield(1.0 + for_all * self._own(states), expected.nodes, expected.levels)
         num_context = sum(span.start for span in spans)
         self._costs.follow(num_context // len(spans), 1)
-        alone = rates_alone(corrected, self._costs)
+        alone = corrected.rates(self._costs, 1)
         self._costs.follow(num_context, len(spans))
         pace = 1.0 / alone.mean(axis=0)
         self._pace = pace if self._pace is None else _CALM * self._pace + (1.0 - _CALM) * pace
         self._charge_reading(spans, corrected, alone)
-        chosen = choose_configurations(corrected, self._costs)
+        chosen = choose_each(corrected, self._costs)
         if len(spans) == 1:
-            chosen[0] = self._usual_unless_clearly_better(rates_alone(corrected, self._costs)[0])
+            chosen[0] = self._usual_unless_clearly_better(corrected.rates(self._costs, 1)[0])
         budgets = []
         for i, (state, choice) in enumerate(zip(states, chosen.tolist(), strict=True)):
             if self._uses_model[choice]:
@@ -179,9 +179,9 @@ class LearnedChoice:
         The yield of plain decoding is known, so it needs no margin.
         """
         assert self._pace is not None
-        usual, best = int(self._pace.argmin()), int(rates.argmax())
+        best = int(rates.argmax())
         is_plain = not self._budgets[best].max_nodes
-        return best if is_plain or rates[best] > _CLEARLY * rates[usual] else usual
+        return best if is_plain else clearly_faster(rates, int(self._pace.argmin()), _CLEARLY)
 
     def _state_of(self, request: Request) -> _RequestState:
         known = self._states.get(request.request_id)
@@ -200,12 +200,10 @@ class LearnedChoice:
     def _charge_reading(self, spans: Sequence[Span], expected: ExpectedYield, alone: Floats) -> None:
         """Exclude models if the possible gain is less than the cost of reading the prompt."""
         for i, (span, rates) in enumerate(zip(spans, alone, strict=True)):
-            request = span.request
-            if request.drafting.is_read or not self._costs.read_token:
+            if span.request.drafting.is_read or not self._costs.read_token:
                 continue
-            gain_per_token = 1.0 / rates[~self._uses_model].max() - 1.0 / rates.max()
-            reading = self._costs.read_token * (len(request.token_ids) - request.num_cached)
-            if gain_per_token * request.max_new_tokens <= reading:
+            saved = float(1.0 / rates[~self._uses_model].max() - 1.0 / rates.max())
+            if not pays_to_read(span.request, saved, self._costs):
                 expected.tokens[i, self._uses_model] = 0.0
 
     def on_tokens(

@@ -22,6 +22,7 @@ from specinfer.core.lookups import LOOKUPS
 from specinfer.core.tree import TreeBudget
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.policy.features import feature_names
+from specinfer.policy.optimizer import ExpectedYield
 
 Floats = npt.NDArray[np.float64]
 VERSION = 2
@@ -90,15 +91,6 @@ def token_weight(small_accepted: npt.ArrayLike) -> Floats:
     return np.asarray(1.0 / (1.0 + np.asarray(small_accepted, dtype=np.float64)))
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedYield:
-    """Expected averages of a tree; each [requests, configurations]."""
-
-    tokens: Floats  # emitted tokens, the target's own included, weighted by `token_weight`
-    nodes: Floats  # draft tokens: often fewer than allowed
-    levels: Floats  # levels drafted by models
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyNetwork:
     """A network that predicts the yield of each configuration from features.
@@ -125,7 +117,11 @@ class PolicyNetwork:
     about: Mapping[str, Any]
 
     def expect(self, features: Floats) -> ExpectedYield:
-        """Return the expected yield of each configuration; `features` [requests, features], NaN where unknown."""
+        """Return what is expected of each request with each configuration, tokens weighted by `token_weight`.
+
+        Args:
+            features: [requests, features], NaN where unknown.
+        """
         hidden = (features - self.mean) / self.scale
         hidden[np.isnan(hidden)] = 0.0
         for weight, bias in self.layers[:-1]:

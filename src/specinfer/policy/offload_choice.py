@@ -29,7 +29,7 @@ from specinfer.model.quantized_experts import can_quantize_experts
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
-from specinfer.policy.optimizer import TreeOptimizer
+from specinfer.policy.rank_choice import RankChoice
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
 
 BYTES_PER_WEIGHT = {"int8": 1.0625, "int4": 0.5625}  # a code, and a scale of 16 bits for each 32 of them
@@ -162,14 +162,15 @@ def compare(
         costs = CostModel(curve, Curve((1,), (1.0,)))
         if (drafting := candidate.costs) is not None:
             costs = CostModel(curve, drafting.draft_level, drafting.read_token, drafting.draft_start)
-        optimizer = TreeOptimizer(costs, AcceptanceModel.assumed(candidate.by_rank, candidate.share))
-        rates = optimizer.rates(1)
+        trees = RankChoice(costs, AcceptanceModel.assumed(candidate.by_rank, candidate.share))
+        rates = trees.rates(1)
         best = int(rates.argmax()) if candidate.drafters else 0
-        rate, nodes, levels = float(rates[best]), optimizer.sizes.num_nodes[best], optimizer.sizes.num_levels[best]
-        expected = float(optimizer.expected_tokens()[best])
+        rate, tree = float(rates[best]), trees.expected()[best]
         gain = 1.0 if plain is None else rate / plain.tokens_per_second
         choices.append(
-            OffloadChoice(candidate, resident, float(curve(1)), int(nodes), int(levels), expected, rate, gain)
+            OffloadChoice(
+                candidate, resident, float(curve(1)), int(tree.nodes), int(tree.levels), float(tree.tokens), rate, gain
+            )
         )
         plain = plain or choices[0]
     return tuple(choices)

@@ -1,262 +1,128 @@
-"""Optimiser: the tree size with the most expected tokens per second, from the acceptance model and the cost model.
+"""Optimiser: the alternatives with the most expected tokens per second for a whole batch.
 
-Example: a pass takes 1 s and 0.1 s more for each row beyond the first, a draft level 0.1 s, and draft tokens of rank 1
-and 2 are right with probability 0.5 and 0.25. For one request,
+An alternative is a tree, or some drafters and a tree; the first is plain decoding. What each is expected to yield
+follows from the acceptance of ranks (`rank_choice`) or from a network (`learned_choice`).
 
-    plain decoding      1 token in 1 s                         1.00 tokens/s
-    1 node, 1 level     1.5 tokens in 1 + 0.1 + 0.1 s          1.25 tokens/s
-    2 nodes, 1 level    1.75 tokens in 1 + 0.2 + 0.1 s         1.35 tokens/s
-    3 nodes, 2 levels   2 tokens in 1 + 0.3 + 0.2 s            1.33 tokens/s
-
-so the tree of 2 nodes is chosen. At this rate a node must have a path probability of 1.35 * 0.1 to be worth its row.
+Example: a pass takes 1 s and 0.1 s more for each row beyond the first. With 2 draft tokens, one request is expected to
+emit 2.8 tokens and another 1.1; without, 1 each. Both plain: 2 tokens in 1.1 s, 1.82 tokens/s. Both with draft tokens:
+3.9 in 1.5 s, 2.60. Only the first with draft tokens: 3.8 in 1.3 s, 2.92 tokens/s, which is chosen.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from specinfer.core.request import Request
-from specinfer.core.text import counted
-from specinfer.core.tree import OFF, TreeBudget
-from specinfer.policy.acceptance import AcceptanceModel, expected_tokens
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
 
+Ints = npt.NDArray[np.int64]
+_ROUNDS = 3  # rounds in which nodes are priced by the choice of the round before
 
-class TreeSizes:
-    """Best-first trees to choose from; the first is none.
 
-    Args:
-        sizes, depths: Numbers of nodes and depths, ascending; all pairs with at least a node for each level are used.
+@dataclass(frozen=True, slots=True)
+class ExpectedYield:
+    """Expected averages of a step with each alternative: of each request, or of several together.
 
     Attributes:
-        num_nodes, num_levels: [trees] the limits of each tree.
+        tokens: Emitted tokens, the target's own included.
+        nodes: Draft tokens.
+        levels: Levels drafted by models.
     """
 
-    SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 24, 32, 48, 64)
-    # With the root the rows that kernels of GPUs take together; one more may cost as much as another block of them.
-    DEVICE_SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
-    DEPTHS = tuple(range(1, 13))
-    # For slow passes whose time hardly grows with their rows: there large trees are nearly free.
-    WIDE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256)
-    WIDE_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-    _SLOW = 0.05  # seconds of a pass that make the evaluation of many sizes negligible
-    _FLAT_ROWS, _FLAT = 128, 2.0  # this many rows must cost less than this many passes over one row
+    tokens: Floats  # each [..., alternatives]
+    nodes: Floats
+    levels: Floats
 
-    def __init__(self, sizes: Sequence[int] = SIZES, depths: Sequence[int] = DEPTHS) -> None:
-        self.max_nodes, self.max_depth = sizes[-1], max(depths, default=0)
-        pairs = [(0, 0)] + [(n, d) for n in sizes for d in depths if d <= n]
-        self.num_nodes, self.num_levels = np.asarray(pairs).T
+    def times(self, num_requests: int) -> "ExpectedYield":
+        """Return the yield of this many requests alike."""
+        levels = self.levels if num_requests else 0 * self.levels
+        return ExpectedYield(num_requests * self.tokens, num_requests * self.nodes, levels)
 
-    @classmethod
-    def none(cls) -> "TreeSizes":
-        """Return no trees to choose from."""
-        return cls((0,), ())
+    def plus(self, others: "ExpectedYield") -> "ExpectedYield":
+        """Return the yield together with other requests, with which levels are shared."""
+        levels = np.maximum(self.levels, others.levels)
+        return ExpectedYield(self.tokens + others.tokens, self.nodes + others.nodes, levels)
 
-    @classmethod
-    def for_costs(cls, costs: CostModel) -> "TreeSizes":
-        """Return the trees that may be worthwhile at these costs."""
-        if costs.max_rows is not None:
-            return cls(cls.DEVICE_SIZES)
-        one, many = costs.target([1, cls._FLAT_ROWS]).tolist()
-        is_wide = one >= cls._SLOW and many < cls._FLAT * one
-        return cls(cls.WIDE_SIZES, cls.WIDE_DEPTHS) if is_wide else cls()
+    def together(self) -> "ExpectedYield":
+        """Return the yield of all requests, which are the first dimension."""
+        return ExpectedYield(self.tokens.sum(axis=0), self.nodes.sum(axis=0), self.levels.max(axis=0))
 
-    def index(self, budget: TreeBudget) -> int:
-        """Return the index of the tree with the limits of a budget."""
-        return int(np.flatnonzero((self.num_nodes == budget.max_nodes) & (self.num_levels == budget.max_depth))[0])
+    def __getitem__(self, index: Any) -> "ExpectedYield":
+        """Return the yield of some requests or alternatives, by an index as of arrays."""
+        return ExpectedYield(self.tokens[index], self.nodes[index], self.levels[index])
 
-    @property
-    def is_wide(self) -> bool:
-        return self.max_nodes > self.SIZES[-1]
+    def rates(self, costs: CostModel, num_requests: int) -> Floats:
+        """Return the tokens per second of a step of this many requests: [..., alternatives]."""
+        return np.asarray(self.tokens / costs.step(num_requests, self.nodes, self.levels))
 
 
-class TreeOptimizer:
-    """The choice of one tree size for all requests of a batch, or plain decoding.
+def clearly_faster(rates: Floats, usual: int, margin: float) -> int:
+    """Return the fastest alternative if it is faster than the usual one by this factor, or else the usual one."""
+    best = int(rates.argmax())
+    return best if rates[best] > margin * rates[usual] else usual
 
-    Within the chosen limits one lower bound for all requests divides the nodes among them: a node must be worth the
-    time it adds to the pass, and a level the time of drafting it, at the current token rate (Dinkelbach's rule for the
-    best ratio).
+
+def choose_each(expected: ExpectedYield, costs: CostModel) -> Ints:
+    """Return the alternative of each request with the most expected tokens per second for the batch: [requests].
+
+    First the best single alternative for all requests is found, with models and without. Then each request chooses by
+    itself, at the token rate and the price of a node and a level that follow from the choice before (Dinkelbach's rule
+    for the best ratio), as long as that is better. Finally each request chooses once more exactly, with the others
+    fixed.
+
+    Args:
+        expected: Yield of each request, [requests, alternatives].
     """
+    num_requests = len(expected.tokens)
+    alike = expected.together()
+    rates = alike.rates(costs, num_requests)
+    best = int(rates.argmax())
+    if num_requests == 1:
+        return np.full(1, best)
+    starts = {best, int(np.where(alike.levels > 0, 0.0, rates).argmax())}
+    refined = [_refine(expected, costs, start, float(rates[start])) for start in starts]
+    return _choose_each_again(expected, costs, max(refined, key=lambda result: result[0])[1])
 
-    _ASSUMED = np.asarray([0.7, 0.1, 0.05])  # acceptance by rank of a good drafter, to tell a poor one from high costs
-    _HOPED = np.asarray([0.9, 0.05])  # acceptance by rank of an excellent drafter
-    _MARGIN = 1.03  # gain needed for a change, because the estimates are noisy
-    _CLOSE = 0.97  # share of the best rate that makes a tree as good as the best one, within the noise
-    _MOST = 2  # multiple of the average nodes that a request may have, because some are easier to predict than others
-    _LIKELY = 0.5  # no node has to be likelier than this
-    _BEND = 1.25  # multiple of the average price of a node up to which further nodes are cheap
 
-    def __init__(self, costs: CostModel, acceptance: AcceptanceModel, sizes: TreeSizes | None = None) -> None:
-        self._costs, self._acceptance = costs, acceptance
-        self.sizes = TreeSizes.for_costs(costs) if sizes is None else sizes
-        self._chosen = 0  # off, until something is clearly better
-        self._expected_at: tuple[float, ...] = ()  # the last acceptance, and what was expected of it
-        self._expected = np.empty(0)
+def _refine(expected: ExpectedYield, costs: CostModel, start: int, rate: float) -> tuple[float, Ints]:
+    """Return tokens per second and the choice, starting from one alternative for all requests."""
+    num_requests = len(expected.tokens)
+    each, chosen = np.arange(num_requests), np.full(num_requests, start)
+    for _ in range(_ROUNDS):
+        now = expected[each, chosen].together()
+        rows = num_requests + now.nodes
+        price = float(costs.target(rows + num_requests) - costs.target(rows)) / num_requests
+        # Levels are shared: those that another request needs anyway are free, and one request pays for deeper ones.
+        level = float(costs.draft_level(num_requests))
+        deeper = np.maximum(expected.levels - now.levels, 0.0)
+        tried = (expected.tokens - rate * (price * expected.nodes + level * deeper)).argmax(axis=1)
+        rate_tried = float(expected[each, tried].together().rates(costs, num_requests))
+        if rate_tried <= rate:
+            break
+        chosen, rate = tried, rate_tried
+    return rate, chosen
 
-    def expected_tokens(self) -> Floats:
-        """Return the expected tokens of a request in a pass with each tree: [trees]."""
-        seen = (self._acceptance.share, *self._acceptance.by_rank().tolist())
-        if seen != self._expected_at:
-            self._expected_at = seen
-            self._expected = self._acceptance.expected_tokens(self.sizes.num_nodes, self.sizes.num_levels)
-        return self._expected
 
-    def usual(self) -> tuple[int, int, float]:
-        """Return the nodes, the levels and the expected tokens of the tree chosen last."""
-        i = self._chosen
-        return int(self.sizes.num_nodes[i]), int(self.sizes.num_levels[i]), float(self.expected_tokens()[i])
+def _choose_each_again(expected: ExpectedYield, costs: CostModel, chosen: Ints) -> Ints:
+    """Let each request choose once more, exactly: the best for the whole batch with the other choices fixed."""
+    each = np.arange(len(chosen))
+    for i in each:
+        others = expected[each, chosen][each != i].together()
+        chosen[i] = expected[i].plus(others).rates(costs, len(chosen)).argmax()
+    return chosen
 
-    def rates(self, num_requests: int) -> Floats:
-        """Return the expected tokens per second of the batch with each of the trees for every request: [trees].
 
-        They are 0 for trees that are too large for a step.
-        """
-        seconds = self._costs.step(num_requests, self.sizes.num_nodes, self.sizes.num_levels)
-        return np.where(self.fits(num_requests), num_requests * self.expected_tokens() / seconds, 0.0)
-
-    def fits(self, num_requests: int) -> npt.NDArray[np.bool_]:
-        """Return whether a step holds each of the trees for every request: [trees]."""
-        return np.asarray(self.sizes.num_nodes <= self._costs.most_nodes(num_requests))
-
-    def choose(self, num_requests: int) -> TreeBudget:
-        """Return the budget of each request in a batch of this many."""
-        rates = self.rates(num_requests)
-        best = int(rates.argmax())
-        if rates[best] > self._MARGIN * rates[self._chosen]:
-            self._chosen = self._middle(rates) if best else 0
-        num_nodes, num_levels = (int(x[self._chosen]) for x in (self.sizes.num_nodes, self.sizes.num_levels))
-        if not num_nodes:
-            return OFF
-        rate = float(rates[self._chosen])
-        additional, node_time = self._price_nodes(num_requests, num_nodes)
-        return TreeBudget(
-            max_nodes=min(num_nodes + additional, self.sizes.max_nodes, self._costs.most_nodes(num_requests)),
-            max_depth=min(self._MOST * num_levels, self.sizes.max_depth),
-            min_path_prob=min(rate * node_time, self._LIKELY),
-            min_gain=rate * float(self._costs.draft_level(num_requests)),
-        )
-
-    def beside(self, num_trees: int, num_requests: int, num_rows: int) -> TreeBudget:
-        """Return the budget of each tree in a pass that also reads prompts, or none if trees do not pay there.
-
-        The prompts have to be read in any case, so a tree pays if it takes less time than its tokens would take while
-        all requests decode.
-
-        Args:
-            num_trees: Number of requests that decode.
-            num_requests: Number of requests that will decode together, with the tree chosen last.
-            num_rows: Rows of the pass without trees.
-        """
-        sizes, rate = self.sizes, float(self.rates(num_requests)[self._chosen])
-        nodes = num_trees * sizes.num_nodes
-        computing = self._costs.target(num_rows + nodes) - float(self._costs.target(num_rows))
-        added = computing + self._costs.draft(nodes, sizes.num_levels)
-        saved = num_trees * (self.expected_tokens() - 1.0) / rate
-        best = int((saved - self._MARGIN * added).argmax())
-        if not best:
-            return OFF
-        return TreeBudget(
-            int(sizes.num_nodes[best]),
-            int(sizes.num_levels[best]),
-            min_path_prob=min(rate * float(computing[best] / nodes[best]), self._LIKELY),
-            min_gain=rate * float(self._costs.draft_level(num_trees)),
-        )
-
-    def _middle(self, rates: Floats) -> int:
-        """Return the tree in the middle of those nearly as fast as the fastest, which noise moves less than that one.
-
-        Trees are weighted by what they gain over the slowest that is close enough; the middle is that of the logarithms
-        of their nodes and levels.
-        """
-        weights = np.maximum(rates[1:] / rates.max() - self._CLOSE, 0.0)
-        shapes = np.log([self.sizes.num_nodes[1:], self.sizes.num_levels[1:]])
-        distances = np.square(shapes - np.average(shapes, axis=1, weights=weights)[:, None]).sum(axis=0)
-        return 1 + int(np.where(weights > 0, distances, np.inf).argmin())
-
-    def why_plain(self, num_requests: int) -> str:
-        """Return why no tree is chosen for a batch of this many: the batch, the drafter, the pass or the acceptance."""
-        one, two = map(float, self._costs.target([num_requests, 2 * num_requests]))
-        drafting = float(self._costs.draft(num_requests, 1))
-        where = "here" if num_requests == 1 else f"over {num_requests}"
-        cause = f"a pass over {2 * num_requests} tokens costs {two / one:.1f} times one {where}"
-        if two < drafting + one:  # the drafter adds more to a step than the further rows
-            cause = f"drafting {counted(num_requests, 'token')} takes {drafting / one:.1f} times as long as a pass"
-        if num_requests > 1 and self._gain(self._acceptance.by_rank(), 1) > self._MARGIN:
-            return f"in a batch of {num_requests} requests {cause}"
-        if self._gain(self._ASSUMED, num_requests) > self._MARGIN:
-            return f"only {self._acceptance.by_rank()[0]:.0%} of the first draft tokens are accepted, and {cause}"
-        return cause
-
-    def gain(self, num_requests: int) -> float:
-        """Return the expected speed of the chosen tree over that of plain decoding."""
-        rates = self.rates(num_requests)
-        return float(rates[self._chosen] / rates[0])
-
-    def why_tree(self) -> str:
-        """Return what the chosen tree of a single request promises."""
-        return f"{self.gain(1):.1f} times the speed of plain decoding expected"
-
-    def _gain(self, by_rank: Floats, num_requests: int) -> float:
-        """Return the largest speed over that of plain decoding, with these acceptance probabilities [ranks]."""
-        nodes, levels = self.sizes.num_nodes, self.sizes.num_levels
-        rates = expected_tokens(by_rank, nodes, levels) / self._costs.step(num_requests, nodes, levels)
-        return float(rates.max() / rates[0])
-
-    def _price_nodes(self, num_requests: int, num_nodes: int) -> tuple[int, float]:
-        """Return the nodes that a request may have beyond the average, and the seconds that a node adds to the pass.
-
-        The cost bends where computing begins to take longer than reading the weights, or where a kernel needs a
-        further block of rows: the last nodes were cheap, and the next are not. There no other request makes up for
-        additional nodes of one request, so none may have them.
-        """
-        most = (self._MOST - 1) * num_nodes
-        more = np.arange(most + 1)
-        seconds = self._costs.target(num_requests * (1 + np.concatenate([[0], num_nodes + more])))
-        price = float(seconds[1] - seconds[0]) / num_nodes
-        cheap = seconds[1:] - seconds[1] <= self._BEND * price * more
-        if cheap.all():
-            price = float(seconds[-1] - seconds[1]) / most
-        return int(more[cheap][-1]), price / num_requests
-
-    def pays_to_read(self, request: Request, num_requests: int) -> bool:
-        """Return whether the possible gain is more than the cost of reading the prompt with the drafter.
-
-        All requests of the batch wait for this reading, so that a token saves what it takes of the batch's time.
-        """
-        if request.drafting.is_read:
-            return True
-        rates = self.rates(num_requests)
-        gain_per_token = 1.0 / rates[0] - 1.0 / rates[self._chosen]  # the first is off
-        reading = self._costs.read_token * num_to_read(request)
-        return bool(gain_per_token * request.max_new_tokens > reading)
-
-    def seconds_to_test(self, num_to_read: int) -> float:
-        """Return the seconds of drafting for one request, of which the drafter has still to read this many tokens."""
-        return self._costs.read_token * num_to_read + float(self._costs.draft(2, 2))
-
-    def depends_on_passes(self, num_requests: int) -> bool:
-        """Return whether other costs of passes could change the choice.
-
-        They could not where drafting alone takes longer than its tokens save, even if rows cost nothing.
-        """
-        nodes, levels = self.sizes.num_nodes, self.sizes.num_levels
-        seconds = self._costs.draft(num_requests * nodes, levels) + self._costs.target(num_requests) + self._costs.rest
-        rates = self.expected_tokens() / seconds
-        return bool(self._chosen or rates.max() > self._MARGIN * rates[0])
-
-    def could_pay(self, num_requests: int) -> bool:
-        """Return whether an excellent drafter that took no time would be worth the rows that it adds to a pass.
-
-        If it would not, no test of the drafter can change the choice: only the costs of passes can, and all steps show
-        these.
-        """
-        nodes, levels = self.sizes.num_nodes, self.sizes.num_levels
-        rates = expected_tokens(self._HOPED, nodes, levels) / self._costs.target(num_requests * (1 + nodes))
-        return bool(rates.max() > self._MARGIN * rates[0])
+# --------------------------------------------------------------------------- reading of prompts
 
 
 def num_to_read(request: Request) -> int:
     """Return the number of known tokens that the drafter would read before it drafts."""
     return 0 if request.drafting.is_read else len(request.token_ids) - request.num_cached
+
+
+def pays_to_read(request: Request, seconds_saved: float, costs: CostModel) -> bool:
+    """Return whether saving this much time for each token makes up for reading the prompt with the drafter."""
+    return bool(seconds_saved * request.max_new_tokens > costs.read_token * num_to_read(request))

@@ -79,7 +79,7 @@ class Remeasurement:
 
     def observe(self, step: StepRecord) -> None:
         """Note the time of a step in which the target read no prompt, and go on to the next size."""
-        self.total += step.draft_time + step.target_time + step.rest_time
+        self.total += step.time
         self._seconds[step.num_rows] = min(self._seconds.get(step.num_rows, np.inf), step.target_time)
         if not step.num_guessed:
             self._plain = min(self._plain, step.target_time)

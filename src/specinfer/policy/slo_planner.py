@@ -21,7 +21,8 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
-from specinfer.policy.optimizer import TreeOptimizer, num_to_read
+from specinfer.policy.optimizer import ExpectedYield, pays_to_read
+from specinfer.policy.rank_choice import RankChoice
 
 _HORIZON = 8  # steps in which a request that is late, or early, returns to its target
 _MEMORY = 0.95  # weight of the steps before in the pace of tokens, for each further step
@@ -36,18 +37,17 @@ class SLOPlanner:
 
     Args:
         costs: Costs of steps.
-        optimizer: The trees to choose from, and the one chosen for throughput.
+        ranks: The trees to choose from, and the one chosen for throughput.
     """
 
-    def __init__(self, costs: CostModel, optimizer: TreeOptimizer) -> None:
-        self._costs, self._optimizer = costs, optimizer
+    def __init__(self, costs: CostModel, ranks: RankChoice) -> None:
+        self._costs, self._ranks = costs, ranks
         self.clock = time.time
         self._paced_seconds = self._paced_tokens = 0.0  # of the last steps, and the tokens that a request got in them
 
     def observe(self, step: StepRecord) -> None:
         """Learn from a step at which pace tokens come, the time included in which prompts are read."""
-        seconds = step.draft_time + step.target_time + step.rest_time
-        self._paced_seconds = _MEMORY * self._paced_seconds + seconds
+        self._paced_seconds = _MEMORY * self._paced_seconds + step.time
         self._paced_tokens = _MEMORY * self._paced_tokens + step.num_generated / step.num_requests
 
     # ------------------------------------------------------------------------------------- trees
@@ -70,47 +70,40 @@ class SLOPlanner:
         late = np.asarray([now + tpot - requests[i].due for i, tpot in zip(places, tpots, strict=True)])  # seconds
         num_left = np.asarray([requests[i].max_new_tokens for i in places])
         behind = late / tpots / np.clip(num_left // 2, 1, _HORIZON)  # tokens to catch up with in each step
-        nodes, levels, expected = self._optimizer.usual()
-        seconds = float(self._seconds(len(requests), nodes * len(requests), levels))
-        is_urgent = seconds / tpots + behind > expected
+        usual = self._ranks.usual()
+        seconds = float(self._seconds(len(requests), usual.times(len(requests))))
+        is_urgent = seconds / tpots + behind > usual.tokens
         if not is_urgent.any():
             return budgets
         tree, shares = self._choose(len(requests), tpots, behind, is_urgent)
-        urgent = {int(i) for i in places[is_urgent] if self._pays_to_read(requests[i], tree, len(requests))}
+        saved = float(self._plain_seconds(len(requests)) - self._seconds(len(requests), tree) / tree.tokens)
+        urgent = {int(i) for i in places[is_urgent] if pays_to_read(requests[i], saved, self._costs)}
+        budget = TreeBudget(int(tree.nodes), int(tree.levels))
         others = budgets if shares else [OFF] * len(budgets)
-        return [tree if i in urgent else other for i, other in enumerate(others)]
+        return [budget if i in urgent else other for i, other in enumerate(others)]
 
     def _choose(
         self, num_requests: int, tpots: Floats, behind: Floats, is_urgent: npt.NDArray[np.bool_]
-    ) -> tuple[TreeBudget, bool]:
-        """Return the budget of urgent requests, and whether others get trees: most targets met, then most tokens.
+    ) -> tuple[ExpectedYield, bool]:
+        """Return the tree of urgent requests, and whether others get trees: most targets met, then most tokens.
 
         Args:
             num_requests: Number of requests in the step.
             tpots, behind, is_urgent: [targets] seconds for each token, tokens to catch up with, and who needs more.
         """
-        sizes, expected = self._optimizer.sizes, self._optimizer.expected_tokens()
-        num_urgent = int(is_urgent.sum())
-        num_others = num_requests - num_urgent
+        trees, num_urgent = self._ranks.expected(), int(is_urgent.sum())
         options: list[tuple[int, float, int, bool]] = []
-        for nodes, levels, usual in (self._optimizer.usual(), (0, 0, 1.0)):
-            levels_each = np.maximum(sizes.num_levels, levels)
-            seconds = self._seconds(num_requests, num_urgent * sizes.num_nodes + num_others * nodes, levels_each)
-            yields = np.where(is_urgent[:, None], expected, usual)  # [targets, trees]
+        for others in (self._ranks.usual(), trees[0]):  # the first is none
+            batch = trees.times(num_urgent).plus(others.times(num_requests - num_urgent))
+            seconds = self._seconds(num_requests, batch)
+            yields = np.where(is_urgent[:, None], trees.tokens, others.tokens)  # [targets, trees]
             num_met = (seconds / tpots[:, None] + behind[:, None] <= yields).sum(axis=0)
-            num_met = np.where(self._optimizer.fits(num_requests), num_met, -1)
-            rates = (num_urgent * expected + num_others * usual) / seconds
+            num_met = np.where(self._ranks.fits(num_requests), num_met, -1)
+            rates = batch.tokens / seconds
             best = int(np.lexsort((rates, num_met))[-1])
-            options.append((int(num_met[best]), float(rates[best]), best, nodes > 0))
+            options.append((int(num_met[best]), float(rates[best]), best, bool(others.nodes > 0)))
         *_, best, shares = max(options)
-        return TreeBudget(int(sizes.num_nodes[best]), int(sizes.num_levels[best])), shares
-
-    def _pays_to_read(self, request: Request, tree: TreeBudget, num_requests: int) -> bool:
-        """Return whether the drafter's reading of the prompt takes less time than trees save the request."""
-        expected = float(self._optimizer.expected_tokens()[self._optimizer.sizes.index(tree)])
-        seconds = float(self._seconds(num_requests, tree.max_nodes, tree.max_depth))
-        saved = float(self._seconds(num_requests, 0, 0)) - seconds / expected
-        return saved * request.max_new_tokens > self._costs.read_token * num_to_read(request)
+        return trees[best], shares
 
     # ------------------------------------------------------------------------- batch and prompts
 
@@ -131,11 +124,11 @@ class SLOPlanner:
 
     def _num_kept(self, tpots: Floats, has_trees: npt.NDArray[np.bool_], num_requests: int) -> int:
         """Return how many of these targets a batch keeps, with trees for those that need them and may have them."""
-        sizes, expected = self._optimizer.sizes, self._optimizer.expected_tokens()
-        is_tight = has_trees & (tpots < float(self._seconds(num_requests, 0, 0)))
-        seconds = self._seconds(num_requests, int(is_tight.sum()) * sizes.num_nodes, sizes.num_levels)
-        num_kept = (seconds <= tpots[:, None] * np.where(is_tight[:, None], expected, 1.0)).sum(axis=0)
-        return int(num_kept[self._optimizer.fits(num_requests)].max())
+        trees = self._ranks.expected()
+        is_tight = has_trees & (tpots < self._plain_seconds(num_requests))
+        seconds = self._seconds(num_requests, trees.times(int(is_tight.sum())))
+        num_kept = (seconds <= tpots[:, None] * np.where(is_tight[:, None], trees.tokens, 1.0)).sum(axis=0)
+        return int(num_kept[self._ranks.fits(num_requests)].max())
 
     def max_tokens(self, decoding: Sequence[Request], reading: Mapping[Request, int], most: int) -> int:
         """Return how many tokens of prompts a step may read, at most `most`.
@@ -154,14 +147,13 @@ class SLOPlanner:
             return most
         now, num_requests = self.clock(), len(decoding)
         self._costs.follow(sum(request.num_computed for request in decoding), max(num_requests, 1))
-        dues, slowest = self._dues(decoding, now), _SLOWEST * float(self._seconds(max(num_requests, 1), 0, 0))
-        nodes, levels, _ = self._optimizer.usual()
-        num_nodes = nodes * sum(map(_has_trees, decoding))
+        dues, slowest = self._dues(decoding, now), _SLOWEST * self._plain_seconds(max(num_requests, 1))
+        trees = self._ranks.usual().times(sum(map(_has_trees, decoding)))
         self._costs.follow(sum(request.num_computed for request in (*decoding, *reading)), num_requests + len(reading))
         chunks = np.unique(np.minimum(_CHUNKS, most))
         # A step that ends in a first token mostly has no trees.
-        num_nodes_each = np.where(chunks < sum(reading.values()), num_nodes, 0)
-        drafting = self._costs.draft(num_nodes_each, np.where(num_nodes_each, levels, 0))
+        num_nodes_each = np.where(chunks < sum(reading.values()), trees.nodes, 0)
+        drafting = self._costs.draft(num_nodes_each, np.where(num_nodes_each, trees.levels, 0))
         seconds = drafting + self._costs.reading(num_requests + num_nodes_each + chunks) + self._costs.rest
         useful = float(seconds[chunks >= min(_USEFUL_CHUNK, most)].min())
         allowed = min((due - now for due in dues), default=np.inf)
@@ -176,15 +168,13 @@ class SLOPlanner:
         """Return when the next tokens are due of requests with a target that can be met."""
         if not any(map(_has_target, decoding)):
             return []
-        num_requests = len(decoding)
-        nodes, levels, expected = self._optimizer.usual()
-        num_nodes = nodes * sum(map(_has_trees, decoding))
-        step = float(self._seconds(num_requests, num_nodes, levels if num_nodes else 0))
+        num_requests, usual = len(decoding), self._ranks.usual()
+        step = float(self._seconds(num_requests, usual.times(sum(map(_has_trees, decoding)))))
         paced = self._paced_seconds / max(self._paced_tokens, 1e-9)
         dues = []
         for request, tpot in zip(decoding, self._tpots(decoding, now, num_requests), strict=True):
             if np.isfinite(tpot):
-                pace = max(step / (expected if _has_trees(request) else 1.0), paced)
+                pace = max(step / (float(usual.tokens) if _has_trees(request) else 1.0), paced)
                 dues.append(request.due + min(request.max_new_tokens - 1, _HORIZON) * max(tpot - pace, 0.0))
         return dues
 
@@ -196,18 +186,18 @@ class SLOPlanner:
 
     def _tpots(self, requests: Sequence[Request], now: float, num_requests: int) -> Floats:
         """Return the seconds that each token of a request may take, or infinity without a target that can be met."""
-        sizes = self._optimizer.sizes
-        alone = self._seconds(num_requests, sizes.num_nodes, sizes.num_levels)  # with a tree for one request
-        fits = self._optimizer.fits(num_requests)
-        fastest = float((alone / self._optimizer.expected_tokens())[fits].min())
-        plain = float(alone[0])  # the first is none
+        trees = self._ranks.expected()
+        alone = self._seconds(num_requests, trees)  # with a tree for one request
+        fastest = float((alone / trees.tokens)[self._ranks.fits(num_requests)].min())
+        plain = self._plain_seconds(num_requests)
         return np.asarray([_tpot(request, now, fastest if _has_trees(request) else plain) for request in requests])
 
-    def _seconds(self, num_requests: int, num_nodes: npt.ArrayLike, num_levels: npt.ArrayLike) -> Floats:
-        """Return the seconds of a step with this many nodes in all."""
-        nodes = np.asarray(num_nodes)
-        drafting = self._costs.draft(nodes, num_levels)
-        return np.asarray(drafting + self._costs.target(num_requests + nodes) + self._costs.rest)
+    def _seconds(self, num_requests: int, trees: ExpectedYield) -> Floats:
+        """Return the seconds of a step with these trees in all."""
+        return self._costs.step(num_requests, trees.nodes, trees.levels)
+
+    def _plain_seconds(self, num_requests: int) -> float:
+        return float(self._costs.step(num_requests, 0, 0))
 
 
 def _has_target(request: Request) -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from specinfer.learning.loop import Trainer, train
 from specinfer.learning.policy.tree_outcomes import TreeOutcomes
-from specinfer.policy.batch_optimizer import rates_alone
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.network import SMALL_NODES, Configuration, PolicyNetwork, token_weight
 
@@ -145,7 +144,7 @@ class NetworkQuality:
 def evaluate_network(network: PolicyNetwork, outcomes: TreeOutcomes, costs: CostModel) -> NetworkQuality:
     """Evaluate a network on steps whose trees were large enough to show all configurations."""
     expected = network.expect(outcomes.log.features)
-    chosen = rates_alone(expected, costs).argmax(axis=1)
+    chosen = expected.rates(costs, 1).argmax(axis=1)
     error = np.abs(expected.tokens - 1.0 - outcomes.accepted)[outcomes.known].mean()
     num_weights = sum(weight.size + bias.size for weight, bias in network.layers)
     name = str(network.about.get("architecture", ""))
