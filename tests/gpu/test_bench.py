@@ -18,10 +18,7 @@ from specinfer.core.step_record import StepRecord
 from specinfer.engine.timer import DeviceTimer, StageClock
 from tiny import random_prompts, save_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 PROMPTS = tuple(map(tuple, random_prompts((4, 9))))
 

@@ -17,10 +17,7 @@ from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.engine.device.launch import Marks
 from tiny import FAMILIES, KINDS_OF_HYBRIDS, random_prompts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 MIXTURES = {"mixtral", "qwen3_moe", "gpt_oss"}  # some of which cannot be captured
 PROMPTS = random_prompts([3, 40, 17, 60, 9])
 PARAMS = [

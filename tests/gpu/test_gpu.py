@@ -21,10 +21,7 @@ from specinfer.ops.quantization import Bits, dequantize, linear, quantize
 from specinfer.ops.quantized_weight import QuantizedWeight
 from tiny import FAMILIES, random_prompts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 PROMPTS = random_prompts([3, 40, 17, 60])
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=24),

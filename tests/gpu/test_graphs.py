@@ -17,10 +17,7 @@ from specinfer.model.quantized_experts import RoutedExperts
 from specinfer.model.runner import ModelRunner
 from tiny import FAMILIES, random_prompts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 MIXTURES = {"mixtral", "qwen3_moe", "gpt_oss"}  # some of which have shapes that depend on what they compute
 PROMPTS = random_prompts([3, 40, 17, 60])

@@ -15,10 +15,7 @@ from specinfer.ops.tree_layout import TreeLayout
 from specinfer.ops.trees import Candidates, ChanceTable, DeviceDraws, DrawnRows, Frontier, Limits, WalkInputs
 from tree_cases import AttentionCase, Part, bushy, wide
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 ROOT = TokenTree.root(1)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 FEATURES: dict[str, dict[str, Any]] = {

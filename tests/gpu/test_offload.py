@@ -17,10 +17,7 @@ from specinfer.model.offload.transfer import CudaTransfer
 from specinfer.model.runner import ModelRunner
 from tiny import FAMILIES, make_engine, make_request, random_prompts, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 PROMPTS = random_prompts([3, 40, 17, 60])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 SAMPLED = SamplingParams(temperature=1.0, top_k=20, seed=1, max_tokens=16)

@@ -36,7 +36,6 @@ def test_what_comes_back_need_not_be_contiguous() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_gpu_is_not_waited_for_where_numbers_are_sent() -> None:
     torch.cuda.set_sync_debug_mode("error")

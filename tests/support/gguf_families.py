@@ -130,7 +130,6 @@ _DEEPSEEK = (
     f"expert_weights_norm rope.scaling.original_context_length"
 )
 _NEMOTRON = f"{_SSM} {_SHARED} expert_group_count expert_weights_norm expert_weights_scale"
-_ERNIE = "expert_shared_count leading_dense_block_count"
 _NO_HEADS = {"attention.key_length": None, "attention.value_length": None}
 
 

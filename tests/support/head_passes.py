@@ -1,10 +1,14 @@
-"""Passes of a head over a chain of tokens, then a tree; of a block head without features over two blocks."""
+"""Heads of every kind, and their passes over a chain of tokens, then a tree; of a block head over two blocks."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from heads import save_block, save_eagle3
+from pair_heads import save_eagle, save_mtp
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.block_drafter import block_piece
 from specinfer.model.batch import Piece
@@ -15,6 +19,57 @@ from tiny import random_prompts
 
 TREE = TokenTree((8, 9, 10, 11, 9, 13), (-1, 0, 0, 1, 2, 1))
 (CHAIN,) = random_prompts([20])
+
+
+_SPECULATORS = {"layout": "speculators"}
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+}  # fmt: skip
+# Heads by what is before the comma; those of EAGLE-3 that have formulas in `reference.heads` first.
+EAGLE3_KINDS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "eagle3, of Qwen3": {"family": "qwen3"},
+    "eagle3, norm before residual": _SPECULATORS | {"norm_before_residual": True},
+    "eagle3, normed output": _SPECULATORS | {"norm_before_residual": False, "norm_output": True},
+    "eagle3, both": _SPECULATORS | {"norm_before_residual": True, "norm_output": True},
+    "eagle3, norms before fc": {"fc_norm": True, "norm_before_fc": True},
+    "eagle3, reduced vocabulary": {"draft_ids": range(3, 90, 2), "own_embedding": True},
+    "eagle3, several layers": {"num_layers": 3, "family": "qwen3"},
+    "eagle3, several layers, both": _SPECULATORS | {"num_layers": 2, "norm_before_residual": True, "norm_output": True},
+}
+HEAD_KINDS: dict[str, dict[str, Any]] = EAGLE3_KINDS | {
+    "eagle3, rotations of Llama 3": {"rope_parameters": _LLAMA3},
+    "eagle3, windows of Qwen3": {
+        "family": "qwen3", "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0,
+    },
+    "eagle3, parallel": {"parallel": True, "mask_token_id": 90},
+    "eagle": {},
+    "eagle, bias": {"bias": True},
+    "mtp of mimo": {},
+    "dflash": {},
+    "dflash, causal windows": {
+        "sliding_window_non_causal": False, "layer_types": ["full_attention", "sliding_attention"],
+        "use_sliding_window": True, "sliding_window": 8,
+    },
+    "jetspec": {"num_layers": 1},
+    "dspark": {},
+}  # fmt: skip
+
+
+def save_kind(kind: str, target: Path, folder: Path) -> tuple[Path, Path]:
+    """Write a head, one of `HEAD_KINDS` or an MTP layer of another family; return its target and itself.
+
+    Args:
+        target: A Llama of eight layers; MTP layers come with their own target.
+    """
+    if kind.startswith("mtp of "):
+        save_mtp(folder, kind.removeprefix("mtp of "))
+        return folder, folder
+    name = kind.partition(",")[0]
+    if name in ("dflash", "jetspec", "dspark"):
+        return target, save_block(folder, name, **HEAD_KINDS[kind])
+    return target, (save_eagle3 if name == "eagle3" else save_eagle)(folder, **HEAD_KINDS[kind])
 
 
 def chain_features(loaded: LoadedModel, count: int = len(CHAIN), seed: int = 0) -> Tensor:

@@ -80,6 +80,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests, last = Path(__file__).parents[1], len(_LONG)
     order = {tests / name: place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: order.get(item.path, last))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 def pytest_collection_finish() -> None:

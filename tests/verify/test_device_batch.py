@@ -308,7 +308,6 @@ def test_other_waits_would_be_seen(wait: Callable[[Tensor], object], monkeypatch
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_gpu_is_waited_for_once_and_decides_as_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch itself tells of every wait before the results are fetched."""

@@ -1,4 +1,4 @@
-"""Decoder layers of heads on GPUs, on the CPU by their plain twins: what the formulas and transformers' modules say."""
+"""Decoder layers of heads in native calls and on GPUs, there by references: what formulas and modules compute."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from assistants import save_assistant
-from head_passes import CHAIN, chain_features, head_passes
-from heads import save_block, save_eagle3
+from head_passes import CHAIN, EAGLE3_KINDS, HEAD_KINDS, chain_features, head_passes, save_kind
+from heads import save_eagle3
 from on_device import load_device_head, load_plain
 from pair_heads import save_eagle, save_mtp
 from reference.heads import SlowEagle3, slow_eagle
@@ -25,40 +25,6 @@ from specinfer.ops.kv_types import FLOAT8
 from tiny import make_model, save_model
 
 CPU = torch.device("cpu")
-_LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64, "rope_theta": 10000.0,
-}  # fmt: skip
-EAGLE3: dict[str, dict[str, Any]] = {
-    "original": {},
-    "of Qwen3": {"family": "qwen3"},
-    "norm before residual": {"layout": "speculators", "norm_before_residual": True},
-    "normed output": {"layout": "speculators", "norm_before_residual": False, "norm_output": True},
-    "both": {"layout": "speculators", "norm_before_residual": True, "norm_output": True},
-    "norms before fc": {"fc_norm": True, "norm_before_fc": True},
-    "reduced vocabulary": {"draft_ids": range(3, 90, 2), "own_embedding": True},
-    "several layers": {"num_layers": 3, "family": "qwen3"},
-    "several layers, both": {
-        "num_layers": 2, "layout": "speculators", "norm_before_residual": True, "norm_output": True,
-    },
-}  # fmt: skip
-OTHERS: dict[str, dict[str, Any]] = {
-    "eagle3, rotations of Llama 3": {"rope_parameters": _LLAMA3},
-    "eagle3, windows of Qwen3": {
-        "family": "qwen3", "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0,
-    },
-    "eagle3, parallel": {"parallel": True, "mask_token_id": 90},
-    "dflash": {},
-    "dflash, causal windows": {
-        "sliding_window_non_causal": False, "layer_types": ["full_attention", "sliding_attention"],
-        "use_sliding_window": True, "sliding_window": 8,
-    },
-    "jetspec": {"num_layers": 1},
-    "dspark": {},
-    "eagle": {},
-    "eagle, bias": {"bias": True},
-    "mtp of MiMo": {"family": "mimo"},
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -66,32 +32,20 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=8)
 
 
-def _folders(kind: str, target: Path, folder: Path) -> tuple[Path, Path]:
-    """Write a head of this kind; return its target and itself."""
-    if kind.startswith("mtp"):
-        save_mtp(folder, OTHERS[kind]["family"])
-        return folder, folder
-    if kind in EAGLE3:
-        return target, save_eagle3(folder, **EAGLE3[kind])
-    if (block := kind.partition(",")[0]) in ("dflash", "jetspec", "dspark"):
-        return target, save_block(folder, block, **OTHERS[kind])
-    return target, (save_eagle3 if kind.startswith("eagle3") else save_eagle)(folder, **OTHERS[kind])
-
-
 def _head(target: Path, folder: Path, dtype: torch.dtype = torch.float32, *, on_device: bool) -> LoadedModel:
-    own = load_model(target, dtype, CPU, native=False)
-    return load_device_head(folder, own) if on_device else load_head(folder, own)
+    loaded = load_model(target, dtype, CPU, native=False)
+    return load_device_head(folder, loaded) if on_device else load_head(folder, loaded)
 
 
 def _near(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("kind", EAGLE3)
+@pytest.mark.parametrize("kind", EAGLE3_KINDS)
 def test_passes_follow_the_formulas_in_every_dialect(kind: str, target: Path, tmp_path: Path) -> None:
-    options = EAGLE3[kind]
+    options = EAGLE3_KINDS[kind]
     flags = {name: options.get(name, False) for name in ("norm_output", "norm_before_residual")}
-    loaded = _head(*_folders(kind, target, tmp_path / "head"), on_device=True)
+    loaded = _head(*save_kind(kind, target, tmp_path / "head"), on_device=True)
     head: Any = loaded.model
     slow = SlowEagle3(tmp_path / "head", make_model("llama", num_hidden_layers=8).model.embed_tokens.weight, **flags)
     taps = [chain_features(loaded, seed=i) for i in range(3)]
@@ -117,7 +71,7 @@ def test_passes_of_mtp_layers_follow_the_formulas(is_normed: bool, tmp_path: Pat
     _, slow = save_mtp(tmp_path, "mimo", is_normed=is_normed)
     loaded = _head(tmp_path, tmp_path, on_device=True)
     head: Any = loaded.model
-    head.speak(next(one for one in head.dialects if one.is_normed == is_normed))
+    head.speak(next(dialect for dialect in head.dialects if dialect.is_normed == is_normed))
     logits, stored = slow.run(chain_features(loaded), CHAIN)
     found, rows = head_passes(loaded, len(CHAIN))
     _near(found[: len(CHAIN)], logits)
@@ -126,27 +80,27 @@ def test_passes_of_mtp_layers_follow_the_formulas(is_normed: bool, tmp_path: Pat
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kv_dtype", [None, *FLOAT8], ids=str)
-@pytest.mark.parametrize("kind", [*EAGLE3, *OTHERS])
+@pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_trees_are_what_the_modules_compute(
     kind: str, kv_dtype: torch.dtype | None, target: Path, tmp_path: Path
 ) -> None:
-    folders = _folders(kind, target, tmp_path / "head")
+    folders = save_kind(kind, target, tmp_path / "head")
     wanted, found = (
         head_passes(replace(_head(*folders, on_device=on_device), kv_dtype=kv_dtype)) for on_device in (False, True)
     )
-    for one, other in zip(found, wanted, strict=True):
+    for ours, theirs in zip(found, wanted, strict=True):
         if kv_dtype is None:
-            _near(one, other)
+            _near(ours, theirs)
         else:  # a last bit of a key may be a step of 8 bits
-            assert (one - other).norm() < 0.01 * other.norm()
+            assert (ours - theirs).norm() < 0.01 * theirs.norm()
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["original", "several layers, both", "dflash", "eagle", "mtp of MiMo"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3, several layers, both", "dflash", "eagle", "mtp of mimo"])
 def test_half_precision_is_close(kind: str, dtype: torch.dtype, target: Path, tmp_path: Path) -> None:
     """As close to what is computed in fp32 as transformers is."""
-    folders = _folders(kind, target, tmp_path / "head")
+    folders = save_kind(kind, target, tmp_path / "head")
     exact = head_passes(_head(*folders, on_device=False))
     theirs = head_passes(_head(*folders, dtype, on_device=False))
     ours = head_passes(_head(*folders, dtype, on_device=True))
@@ -169,12 +123,13 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
-@pytest.mark.parametrize("kind", ["original", "reduced vocabulary", "several layers", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3, reduced vocabulary", "eagle3, several layers", "dflash"])
 def test_loaded_heads_are_rounded_as_their_modules_are(
     kind: str, quantization: str | None, target: Path, tmp_path: Path
 ) -> None:
-    own, folder = load_plain(target), _folders(kind, target, tmp_path)[1]
-    plain, loaded = load_head(folder, own, quantization), load_head(folder, replace(own, native=True), quantization)
+    target_model, folder = load_plain(target), save_kind(kind, target, tmp_path)[1]
+    plain = load_head(folder, target_model, quantization)
+    loaded = load_head(folder, replace(target_model, native=True), quantization)
     head: Any = loaded.model
     assert plain.compute_path == "PyTorch"
     assert loaded.compute_path == "fused device layers"
@@ -184,8 +139,8 @@ def test_loaded_heads_are_rounded_as_their_modules_are(
     assert type(head.on_device.layers[0].qkv) is linears.get(quantization, QuantizedLinear)
     wanted, found = head_passes(plain), head_passes(loaded)
     near = 1e-5 if quantization in (None, "fp8") else 0.03  # of a rounded activation a last bit may be a step
-    for one, other in zip(found, wanted, strict=True):
-        assert (one - other).norm() <= near * other.norm()
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours - theirs).norm() <= near * theirs.norm()
 
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp of deepseek_v3", "assistant", "dflash"])
@@ -193,16 +148,13 @@ def test_everything_of_a_head_is_on_the_device_of_its_target(kind: str, target: 
     """Also rotations, which are no weights: a pass that brings them from the host waits, and cannot be captured."""
     if kind == "assistant":
         folders = save_model(tmp_path / "gemma", "gemma4_text"), save_assistant(tmp_path / "head")
-    elif kind == "mtp of deepseek_v3":
-        save_mtp(tmp_path, "deepseek_v3")
-        folders = tmp_path, tmp_path
     else:
-        folders = _folders(kind, target, tmp_path / "head")
-    own = load_plain(folders[0])
-    own.model.to("meta")
-    loaded = load_head(folders[1], replace(own, device=torch.device("meta")))
+        folders = save_kind(kind, target, tmp_path / "head")
+    target_model = load_plain(folders[0])
+    target_model.model.to("meta")
+    loaded = load_head(folders[1], replace(target_model, device=torch.device("meta")))
     tensors = dict([*loaded.model.named_parameters(), *loaded.model.named_buffers()])
-    assert [name for name, one in tensors.items() if one.device.type != "meta"] == []
+    assert [name for name, tensor in tensors.items() if tensor.device.type != "meta"] == []
 
 
 @pytest.mark.parametrize(
@@ -211,8 +163,7 @@ def test_everything_of_a_head_is_on_the_device_of_its_target(kind: str, target: 
 def test_other_layers_stay_as_they_are(kind: str, target: Path, tmp_path: Path) -> None:
     """Also those of other activations, of experts and latent attention, and of gates."""
     if kind.startswith("mtp"):
-        save_mtp(tmp_path, kind.removeprefix("mtp of "))
-        folders = tmp_path, tmp_path
+        folders = save_kind(kind, target, tmp_path)
     else:
         dynamic = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
         folders = target, save_eagle3(tmp_path, **({"hidden_act": "gelu"} if kind == "gelu" else dynamic))
@@ -222,3 +173,49 @@ def test_other_layers_stay_as_they_are(kind: str, target: Path, tmp_path: Path) 
     assert not head.fuse_on_device(256)
     assert len(head.layers) > 0
     assert all(map(torch.equal, head_passes(loaded), wanted))
+
+
+# ---------------------------------------------------------------------------------------------- native calls
+
+
+NATIVE_KINDS = [
+    *("eagle3", "eagle3, of Qwen3", "eagle3, both", "eagle", "mtp of mimo"),
+    "mtp of qwen3_5_text",  # its attention has gates
+    *("dflash", "dflash, causal windows", "jetspec", "dspark"),
+]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", NATIVE_KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "int8"), (torch.float32, "int4")],
+    ids=str,
+)
+def test_native_layers_compute_what_the_modules_do(
+    kind: str, dtype: torch.dtype, quantization: str | None, target: Path, tmp_path: Path
+) -> None:
+    folders = save_kind(kind, target, tmp_path)
+    fused, modules = (
+        load_head(folders[1], load_model(folders[0], dtype, CPU, native=is_native), quantization)
+        for is_native in (True, False)
+    )
+    assert [type(head.model.fused).__name__ for head in (fused, modules)] == ["NativeLayers", "NoneType"]
+    for ours, theirs in zip(head_passes(fused), head_passes(modules), strict=True):
+        if dtype == torch.float32 and quantization is None:
+            torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+        else:  # of activations that are rounded to few bits a last bit may become another step
+            assert (ours - theirs).norm() < 0.03 * theirs.norm()
+
+
+def test_a_quantized_head_counts_the_bytes_of_its_native_layers(target: Path, tmp_path: Path) -> None:
+    head, loaded = save_kind("eagle3", target, tmp_path)[1], load_model(target, torch.float32, CPU)
+    whole, rounded = load_head(head, loaded), load_head(head, loaded, "int8")
+    assert whole.compute_path == rounded.compute_path == "native fused layers"
+    assert whole.num_parameters == rounded.num_parameters
+    assert whole.num_bytes > 3.9 * whole.num_parameters > 2 * rounded.num_bytes
+
+
+def test_formats_that_native_layers_do_not_know_run_as_modules(target: Path, tmp_path: Path) -> None:
+    head: Any = load_head(save_kind("eagle3", target, tmp_path)[1], load_model(target, torch.float32, CPU), "fp8").model
+    assert head.fused is None
