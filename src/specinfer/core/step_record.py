@@ -103,6 +103,11 @@ class StepRecord:
     def time(self) -> float:
         return self.draft_time + self.target_time + self.rest_time
 
+    @property
+    def reads_prompts(self) -> bool:
+        """True if the pass read more than the last known token of each request."""
+        return self.num_rows != self.num_requests + self.num_guessed
+
 
 def _model_levels(tree: TokenTree) -> int:
     """Return the depth of the deepest draft token of a model, since each of its levels was a pass."""

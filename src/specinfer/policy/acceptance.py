@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specinfer.core.tree import TokenTree
+from specinfer.policy.decayed_ratio import DecayedRatio
 from specinfer.verify import Acceptance
 
 Floats = npt.NDArray[np.float64]
@@ -42,9 +43,9 @@ class AcceptanceModel:
     _TEXT_WEIGHT = 4.0  # tokens that the expectation of a text counts as
 
     def __init__(self, prior: Sequence[float] = PRIOR) -> None:
-        self._tried = [self._PRIOR_WEIGHT] * len(prior)
-        self._accepted = [self._PRIOR_WEIGHT * p for p in prior]
-        self._num_expected = self._num_accepted = self._PRIOR_WEIGHT  # tokens
+        weight = self._PRIOR_WEIGHT
+        self._ranks = [DecayedRatio(self._DECAY, weight * p, weight) for p in prior]  # accepted over tried
+        self._came_true = DecayedRatio(self._SHARE_DECAY, weight, weight)  # accepted tokens over expected ones
         self.share = 1.0
         self._shares = deque([1.0, 1.0], self._NUM_TEXTS)  # of the last texts; the first two are assumed
         self._num_trees = 0  # of this text
@@ -53,7 +54,7 @@ class AcceptanceModel:
     def assumed(cls, by_rank: Sequence[float], share: float = 1.0) -> "AcceptanceModel":
         """Make a model with these probabilities, as if they had been observed."""
         model = cls()
-        model._tried, model._accepted = [1.0] * len(by_rank), list(by_rank)
+        model._ranks = [DecayedRatio(cls._DECAY, probability, 1.0) for probability in by_rank]
         model.share = share
         return model
 
@@ -63,27 +64,25 @@ class AcceptanceModel:
             self._shares.append(self.share)
         self._num_trees = 0
         self.share = float(np.quantile(self._shares, self._EASY))
-        self._num_expected, self._num_accepted = self._TEXT_WEIGHT, self._TEXT_WEIGHT * self.share
+        self._came_true = DecayedRatio(self._SHARE_DECAY, self._TEXT_WEIGHT * self.share, self._TEXT_WEIGHT)
 
     def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Count the ranks at each node of the accepted path that has draft tokens."""
         self._num_trees += 1
-        self._num_expected = self._num_expected * self._SHARE_DECAY + self._expected_of(tree)
-        self._num_accepted = self._num_accepted * self._SHARE_DECAY + len(acceptance.path)
-        self.share = min(self._num_accepted / self._num_expected, self._MOST_SHARE)
+        self._came_true.observe(len(acceptance.path), self._expected_of(tree))
+        self.share = min(self._came_true.value, self._MOST_SHARE)
         below: dict[int, list[int]] = {node: [] for node in (0, *acceptance.path)}
         for node, parent in enumerate(tree.parents):
             if parent in below:
                 below[parent].append(node)
         for children, accepted in zip_longest(below.values(), acceptance.path, fillvalue=None):
             assert children is not None
-            for rank, child in enumerate(children[: len(self._tried)]):
-                self._tried[rank] = self._tried[rank] * self._DECAY + 1
-                self._accepted[rank] = self._accepted[rank] * self._DECAY + (child == accepted)
+            for rank, child in zip(self._ranks, children, strict=False):
+                rank.observe(child == accepted, 1)
 
     def _expected_of(self, tree: TokenTree) -> float:
         """Return the accepted tokens that the probabilities promise of a tree."""
-        by_rank = [accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True)]
+        by_rank = [rank.value for rank in self._ranks]
         path_probs, num_children = [1.0] + [0.0] * tree.num_guessed, [0] * len(tree)
         for node, parent in enumerate(tree.parents[1:], start=1):
             rank = num_children[parent]
@@ -94,7 +93,7 @@ class AcceptanceModel:
 
     def by_rank(self) -> Floats:
         """Return the probability of each rank, [ranks]; together at most 0.98."""
-        probs = np.asarray(self._accepted) / np.asarray(self._tried)
+        probs = np.asarray([rank.value for rank in self._ranks])
         return np.asarray(probs * 0.98 / max(probs.sum(), 0.98))
 
     def expected_tokens(self, num_nodes: Ints, num_levels: Ints) -> Floats:

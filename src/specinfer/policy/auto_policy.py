@@ -184,14 +184,13 @@ class AutoPolicy(SpeculationPolicy):
         self._pause -= step.time
         self.planner.observe(step)
         self._plain_seconds += step.time
-        has_prompt_tokens = step.num_rows != len(outcomes) + step.num_guessed
         if not step.is_first_of_size:  # otherwise its time is mostly that of a capture
-            learn = self.costs.observe_prompts if has_prompt_tokens else self.costs.observe
+            learn = self.costs.observe_prompts if step.reads_prompts else self.costs.observe
             learn(step)
-            if self._remeasurement is not None and not has_prompt_tokens:
+            if self._remeasurement is not None and not step.reads_prompts:
                 self._remeasurement.observe(self.costs.without_context(step))
         if self._lookups.names and not step.num_model_levels:
-            if not has_prompt_tokens:
+            if not step.reads_prompts:
                 self._lookups.observe(step, [acceptance for _, acceptance in outcomes])
         else:
             for tree, acceptance in outcomes:

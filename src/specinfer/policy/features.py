@@ -21,6 +21,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.drafters.base import Drafter, Lookup, Prospect
 from specinfer.drafters.lookup.prediction import PredictionDrafter
 from specinfer.drafters.merge.merged import MergedDrafter
+from specinfer.policy.request_states import RequestStates
 from specinfer.verify import Acceptance
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,6 @@ class _HitRates:
 class _RequestState:
     """State of one request: the drafters' success rates and the target's last distribution."""
 
-    request: Request
     hit_rates: dict[str, _HitRates]  # by slot
     target: tuple[float, ...] = (math.nan,) * len(_OF_TARGET)
     prospects: dict[str, Prospect] = field(default_factory=dict)  # what lookups would have proposed in this step
@@ -102,14 +102,12 @@ class FeatureTracker:
         self._lookups = {slot: part for slot, part in self._slots.items() if isinstance(part, Lookup)}
         self.slots = tuple(self._slots)
         self.names = feature_names(self.slots)
-        self._states: dict[str, _RequestState] = {}
+        self._states = RequestStates(self._new_state)
         self._overall = {slot: _HitRates() for slot in self._slots}  # initial values of new requests
 
     def features(self, spans: Sequence[Span]) -> Floats:
         """Return the features of requests that are about to emit a token: [spans, features], NaN if not known yet."""
-        if len(self._states) > 2 * len(spans) + 64:
-            self._states = {name: known for name, known in self._states.items() if not known.request.is_finished}
-        states = [self._state_of(span.request) for span in spans]
+        states = self._states.of_spans(spans)
         for slot, lookup in self._lookups.items():
             try:
                 prospects = lookup.prospects(spans)
@@ -118,19 +116,14 @@ class FeatureTracker:
                 prospects = [Prospect()] * len(spans)
             for state, prospect in zip(states, prospects, strict=True):
                 state.prospects[slot] = prospect
-        return np.asarray([self._row(state) for state in states])
+        return np.asarray([self._row(span.request, state) for span, state in zip(spans, states, strict=True)])
 
-    def _state_of(self, request: Request) -> _RequestState:
-        known = self._states.get(request.request_id)
-        if known is None or known.request is not request:
-            hit_rates = {
-                slot: _HitRates(all_.slow, all_.slow, 0, all_.confidence) for slot, all_ in self._overall.items()
-            }
-            known = self._states[request.request_id] = _RequestState(request, hit_rates)
-        return known
+    def _new_state(self) -> _RequestState:
+        overall = self._overall.items()
+        return _RequestState({slot: _HitRates(rates.slow, rates.slow, 0, rates.confidence) for slot, rates in overall})
 
-    def _row(self, state: _RequestState) -> list[float]:
-        params = state.request.params
+    def _row(self, request: Request, state: _RequestState) -> list[float]:
+        params = request.params
         row = [*state.target, params.temperature, float(params.is_greedy)]
         for slot, rates in state.hit_rates.items():
             row += (rates.fast, rates.slow, math.log2(1 + rates.streak))
@@ -146,11 +139,8 @@ class FeatureTracker:
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
         """Update the features of a request, as `Observer.on_tokens`."""
-        if request.is_finished:
-            self._states.pop(request.request_id, None)
-            return
-        state = self._states.get(request.request_id)
-        if state is None or state.request is not request:
+        state = self._states.find(request)
+        if state is None:
             return
         tokens = request.token_ids[-num_generated:]
         nodes = (0, *acceptance.path)[:num_generated]

@@ -21,9 +21,11 @@ from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
+from specinfer.policy.decayed_ratio import DecayedRatio
 from specinfer.policy.features import FeatureTracker, find_slots
 from specinfer.policy.network import SMALL_NODES, PolicyNetwork, token_weight
 from specinfer.policy.optimizer import ExpectedYield, choose_each, clearly_faster, pays_to_read
+from specinfer.policy.request_states import RequestStates
 from specinfer.verify import Acceptance
 
 logger = logging.getLogger(__name__)
@@ -42,27 +44,10 @@ _REST = 200  # steps that are then decided by cost
 
 
 @dataclass(slots=True)
-class _Ratio:
-    """Ratio of observed to expected acceptance, pulled towards 1 while there are few observations."""
-
-    observed: float = 0.0
-    expected: float = 0.0
-    prior: float = _PRIOR
-
-    def observe(self, observed: float, expected: float, memory: float) -> None:
-        self.observed = memory * self.observed + observed
-        self.expected = memory * self.expected + expected
-
-    def __call__(self) -> float:
-        return min(max((self.observed + self.prior) / (self.expected + self.prior), 1 / _MOST), _MOST)
-
-
-@dataclass(slots=True)
 class _RequestState:
     """State of one request: the choice for this step, and the results of earlier choices."""
 
-    request: Request
-    own: dict[tuple[str, ...], _Ratio] = field(default_factory=dict)  # by the drafters used
+    own: dict[tuple[str, ...], DecayedRatio] = field(default_factory=dict)  # by the drafters used
     chosen: int = 0
     expected: float = 0.0  # draft tokens to be accepted, by the network
     for_all: float = 0.0  # the same, corrected by the acceptance of all requests
@@ -105,16 +90,20 @@ class LearnedChoice:
         }
         # By the drafters used, over all requests. Not by size: a size chosen because too much was expected of it
         # would always seem to do worse than the others.
-        self._ratios = {slots: _Ratio() for slots in self._same_slots}
-        self._overall = _Ratio(prior=_DOUBT)  # for what was expected after correction
+        self._forget_acceptance()
         self._pace: Floats | None = None  # [configurations] recent average of the expected seconds per token
-        self._states: dict[str, _RequestState] = {}
+        self._states = RequestStates(_RequestState)
         self._num_resting = 0
         if not self._fits:
             logger.warning(
                 "the speculation policy was trained with drafters %s, not %s: trees are chosen by observed acceptance",
                 ", ".join(network.slots), ", ".join(slots) or "none",
             )  # fmt: skip
+
+    def _forget_acceptance(self) -> None:
+        """Expect again what the network does."""
+        self._ratios = {slots: DecayedRatio(_MEMORY, prior=_PRIOR) for slots in self._same_slots}
+        self._overall = DecayedRatio(_MEMORY, prior=_DOUBT)  # for what was expected after correction
 
     def budgets(self, spans: Sequence[Span]) -> list[TreeBudget | None]:
         """Return the budget of each request, or None where the network cannot be trusted."""
@@ -139,12 +128,10 @@ class LearnedChoice:
         return budgets
 
     def _decide(self, spans: Sequence[Span], features: Floats) -> list[TreeBudget]:
-        if len(self._states) > 2 * len(spans) + 64:
-            self._states = {name: state for name, state in self._states.items() if not state.request.is_finished}
-        states = [self._state_of(span.request) for span in spans]
+        states = self._states.of_spans(spans)
         expected = self._network.expect(features)
         for_all = (expected.tokens - 1.0) * [
-            self._ratios[configuration.slots]() for configuration in self._network.configurations
+            _correction(self._ratios[configuration.slots]) for configuration in self._network.configurations
         ]
         corrected = ExpectedYield(1.0 + for_all * self._own(states), expected.nodes, expected.levels)
         num_context = sum(span.start for span in spans)
@@ -158,12 +145,12 @@ class LearnedChoice:
         if len(spans) == 1:
             chosen[0] = self._usual_unless_clearly_better(corrected.rates(self._costs, 1)[0])
         budgets = []
-        for i, (state, choice) in enumerate(zip(states, chosen.tolist(), strict=True)):
+        for i, (span, state, choice) in enumerate(zip(spans, states, chosen.tolist(), strict=True)):
             if self._uses_model[choice]:
                 state.num_without_model = 0
             else:
                 state.num_without_model += 1
-                if state.num_without_model % _PROBE == 0 and state.request.drafting.is_read:
+                if state.num_without_model % _PROBE == 0 and span.request.drafting.is_read:
                     choice = self._probe
             state.chosen = choice
             state.expected = float(expected.tokens[i, choice]) - 1.0
@@ -183,18 +170,12 @@ class LearnedChoice:
         is_plain = not self._budgets[best].max_nodes
         return best if is_plain else clearly_faster(rates, int(self._pace.argmin()), _CLEARLY)
 
-    def _state_of(self, request: Request) -> _RequestState:
-        known = self._states.get(request.request_id)
-        if known is None or known.request is not request:
-            known = self._states[request.request_id] = _RequestState(request)
-        return known
-
     def _own(self, states: Sequence[_RequestState]) -> Floats:
         """Return the acceptance of each request relative to all requests: [requests, configurations]."""
         own = np.ones((len(states), len(self._network.configurations)))
         for row, state in zip(own, states, strict=True):
             for slots, ratio in state.own.items():
-                row[self._same_slots[slots]] = ratio()
+                row[self._same_slots[slots]] = _correction(ratio)
         return own
 
     def _charge_reading(self, spans: Sequence[Span], expected: ExpectedYield, alone: Floats) -> None:
@@ -210,11 +191,8 @@ class LearnedChoice:
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
         self._tracker.on_tokens(request, tree, acceptance, logits, num_generated)
-        if request.is_finished:
-            self._states.pop(request.request_id, None)
-            return
-        state = self._states.get(request.request_id)
-        if state is None or state.request is not request or not state.chosen:
+        state = self._states.find(request)
+        if state is None or not state.chosen:
             return
         configuration = self._network.configurations[state.chosen]
         state.chosen = 0
@@ -223,18 +201,19 @@ class LearnedChoice:
         accepted = float(len(acceptance.path))
         # As in training, but scaled to a few draft tokens, so that sums compare with the priors.
         weight = _USUAL * float(token_weight(min(accepted, SMALL_NODES)))
-        self._ratios[configuration.slots].observe(weight * accepted, weight * state.expected, _MEMORY)
-        state.own.setdefault(configuration.slots, _Ratio()).observe(
-            weight * accepted, weight * state.for_all, _OWN_MEMORY
-        )
-        self._overall.observe(weight * accepted, weight * state.corrected, _MEMORY)
-        if abs(math.log(self._overall())) > _BOUND:
+        own = state.own.setdefault(configuration.slots, DecayedRatio(_OWN_MEMORY, prior=_PRIOR))
+        for ratio, expected in (
+            (self._ratios[configuration.slots], state.expected),
+            (own, state.for_all),
+            (self._overall, state.corrected),
+        ):
+            ratio.observe(weight * accepted, weight * expected)
+        if abs(math.log(_correction(self._overall))) > _BOUND:
             logger.warning(
                 "the speculation policy is wrong about acceptance: trees are chosen by cost for %d steps", _REST
             )
             self._num_resting = _REST
-            self._overall = _Ratio(prior=_DOUBT)
-            self._ratios = {slots: _Ratio() for slots in self._ratios}
+            self._forget_acceptance()
 
     @property
     def doubt(self) -> str | None:
@@ -242,6 +221,11 @@ class LearnedChoice:
         if not self._fits:
             return "the speculation policy was trained with other drafters"
         return "the speculation policy was wrong about acceptance" if self._num_resting else None
+
+
+def _correction(ratio: DecayedRatio) -> float:
+    """Return the factor by which expected acceptance is corrected, given the observed over the expected one."""
+    return min(max(ratio.value, 1 / _MOST), _MOST)
 
 
 def load_policy_network(path: str, drafter: Drafter | None) -> PolicyNetwork:

@@ -1,38 +1,16 @@
 """The choice of a verification rule for each request, under the rule "auto"."""
 
 import logging
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from specinfer.core.request import Request
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
+from specinfer.policy.decayed_ratio import DecayedRatio
 from specinfer.verify import Acceptance
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Yield:
-    """Sums over the passes of a rule. Older passes count less."""
-
-    passes: float = 0.0
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, tokens: int, seconds: float, decay: float) -> None:
-        self.passes = self.passes * decay + 1
-        self.tokens = self.tokens * decay + tokens
-        self.seconds = self.seconds * decay + seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def tokens_per_pass(self) -> float:
-        return self.tokens / self.passes
 
 
 class RuleChoice:
@@ -53,7 +31,8 @@ class RuleChoice:
 
     def __init__(self) -> None:
         self.best: str | None = None  # not known yet
-        self._yields = {rule: _Yield() for rule in self.RULES}
+        self._per_pass = {rule: DecayedRatio(self.DECAY) for rule in self.RULES}  # tokens over passes
+        self._per_second = {rule: DecayedRatio(self.DECAY) for rule in self.RULES}
         self._num_started = 0
         # Rule, emitted tokens and seconds of verification of each request in the step:
         self._unreported: list[tuple[str, int, float]] = []
@@ -83,8 +62,7 @@ class RuleChoice:
 
     def on_step(self, record: StepRecord) -> None:
         unreported, self._unreported = self._unreported, []
-        has_prompt_tokens = record.num_rows != record.num_requests + record.num_guessed
-        if has_prompt_tokens or record.is_first_of_size:
+        if record.reads_prompts or record.is_first_of_size:
             return
         shared = record.time - sum(seconds for _, _, seconds in unreported)
         for rule in self.RULES:
@@ -93,10 +71,11 @@ class RuleChoice:
                 len(unreported) * sum(seconds for _, seconds in steps) / max(len(steps), 1)
             )  # if it verified all
             for tokens, _ in steps:
-                self._yields[rule].add(tokens, shared + verifying, self.DECAY)
-        if any(each.passes < self.TRIAL for each in self._yields.values()):
+                self._per_pass[rule].observe(tokens, 1)
+                self._per_second[rule].observe(tokens, shared + verifying)
+        if any(ratio.denominator < self.TRIAL for ratio in self._per_pass.values()):
             return
-        rates = {rule: each.tokens_per_second for rule, each in self._yields.items()}
+        rates = {rule: ratio.value for rule, ratio in self._per_second.items()}
         if self.best is None or rates[self._other] > self.MARGIN * rates[self.best]:
             self.best = max(self.RULES, key=rates.__getitem__)
             logger.info("%s", self.summary())
@@ -104,8 +83,8 @@ class RuleChoice:
     def summary(self) -> str:
         """Return one line on the chosen rule and what each rule yielded."""
         yields = [
-            f"{rule} {each.tokens_per_pass:.2f} tokens a pass, {each.tokens_per_second:.0f} a second"
-            for rule, each in self._yields.items()
-            if each.seconds
+            f"{rule} {self._per_pass[rule].value:.2f} tokens a pass, {ratio.value:.0f} a second"
+            for rule, ratio in self._per_second.items()
+            if ratio.denominator
         ]
         return f"verification auto: {self.best or 'both rules in turn'}" + "".join(f"; {text}" for text in yields)

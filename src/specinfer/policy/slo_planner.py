@@ -21,6 +21,7 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
+from specinfer.policy.decayed_ratio import DecayedRatio
 from specinfer.policy.optimizer import ExpectedYield, pays_to_read
 from specinfer.policy.rank_choice import RankChoice
 
@@ -43,12 +44,11 @@ class SLOPlanner:
     def __init__(self, costs: CostModel, ranks: RankChoice) -> None:
         self._costs, self._ranks = costs, ranks
         self.clock = time.time
-        self._paced_seconds = self._paced_tokens = 0.0  # of the last steps, and the tokens that a request got in them
+        self._pace = DecayedRatio(_MEMORY)  # seconds of the last steps over the tokens that a request got in them
 
     def observe(self, step: StepRecord) -> None:
         """Learn from a step at which pace tokens come, the time included in which prompts are read."""
-        self._paced_seconds = _MEMORY * self._paced_seconds + step.time
-        self._paced_tokens = _MEMORY * self._paced_tokens + step.num_generated / step.num_requests
+        self._pace.observe(step.time, step.num_generated / step.num_requests)
 
     # ------------------------------------------------------------------------------------- trees
 
@@ -170,11 +170,10 @@ class SLOPlanner:
             return []
         num_requests, usual = len(decoding), self._ranks.usual()
         step = float(self._seconds(num_requests, usual.times(sum(map(_has_trees, decoding)))))
-        paced = self._paced_seconds / max(self._paced_tokens, 1e-9)
         dues = []
         for request, tpot in zip(decoding, self._tpots(decoding, now, num_requests), strict=True):
             if np.isfinite(tpot):
-                pace = max(step / (float(usual.tokens) if _has_trees(request) else 1.0), paced)
+                pace = max(step / (float(usual.tokens) if _has_trees(request) else 1.0), self._pace.value)
                 dues.append(request.due + min(request.max_new_tokens - 1, _HORIZON) * max(tpot - pace, 0.0))
         return dues
 
