@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import reference
 from benchmarks.program import app as laboratory
-from heads import drafter_of, ids_of, llm_of, outputs_beside_an_abort, save_cycle, save_eagle3, save_tiny_block
+from heads import check_growth, drafter_of, ids_of, llm_of, save_cycle, save_eagle3, save_tiny_block
 from pair_heads import save_eagle
 from reference.heads import SlowEagle3, slow_tree, tensors_of
-from reference.texts import assert_first_tokens_are_distributed_as_the_models, hidden_states
+from reference.texts import hidden_states
 from specinfer import LLM, SamplingParams
 from specinfer.cli.app import app
 from specinfer.core.errors import ModelError
-from specinfer.core.request import Request, Span
-from specinfer.core.tree import TreeBudget
+from specinfer.core.request import Request
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_tensors import TapShape
@@ -32,7 +32,7 @@ from specinfer.model.layers.device import DeviceDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.ops.quantized_linear import QuantizedLinear
-from tiny import make_model, paths_of, random_prompts, save_model, save_tokenizer
+from tiny import make_model, random_prompts, save_model, save_tokenizer
 
 LAYERS = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -46,13 +46,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model() -> Any:
     return make_model("llama", num_hidden_layers=LAYERS)
-
-
-def _read_prompt(llm: LLM, request: Request) -> None:
-    """Step until the prompt is computed and one token emitted."""
-    llm.engine.add(request)
-    while request.num_output < 1:
-        llm.engine.step()
 
 
 @pytest.mark.parametrize(
@@ -87,18 +80,12 @@ def test_growth_follows_the_formulas(
     monkeypatch.setattr("specinfer.setup.assembly.choose_dialect", lambda *_: None)
     folder = save_eagle3(tmp_path / "head", **options)
     slow = SlowEagle3(folder, model.model.embed_tokens.weight.detach(), **flags)
+
+    def features_of(tokens: list[int]) -> Tensor:
+        return slow.project(hidden_states(model, tokens[:-1], reads))
+
     with llm_of(target, folder, tree="1") as llm:
-        drafter = drafter_of(llm)
-        request = Request("one", list(random_prompts([9])[0]), GREEDY, seed=0, cache_salt=None)
-        for widths in ((3, 2, 2), (1, 1, 1, 1), (4, 1, 2)):
-            if not request.num_output:
-                _read_prompt(llm, request)
-            span = Span(request, request.num_computed, len(request.token_ids))
-            (tree,) = drafter.draft([span], [TreeBudget.expansion(widths)])
-            features = slow.project(hidden_states(model, request.token_ids[:-1], reads))
-            wanted = slow_tree(slow, features, request.token_ids, widths)
-            assert sorted(paths_of(tree)) == sorted(paths_of(wanted))
-            llm.engine.step()
+        check_growth(llm, lambda tokens, shape: slow_tree(slow, features_of(tokens), tokens, shape))
 
 
 # ------------------------------------------------------------------------------------------------ taps
@@ -179,25 +166,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_eagle3(tmp_path_factory.mktemp("head"), draft_ids=range(2, 90))
 
 
-@pytest.mark.parametrize("tree", ["3,2,2", "best-first:24:6", "auto"])
-def test_greedy_text_is_that_of_transformers(target: Path, model: Any, head: Path, tree: str) -> None:
-    prompts = random_prompts([5, 40, 1, 17])
-    with llm_of(target, head, tree=tree) as llm:
-        found = [one.outputs[0].token_ids for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
-    assert [list(one) for one in found] == [reference.greedy(model, prompt, 24) for prompt in prompts]
-
-
-@pytest.mark.parametrize("drafters", ["head", "head and suffix"])
-def test_sampled_text_does_not_depend_on_the_head(target: Path, head: Path, drafters: str) -> None:
-    names = [head, "suffix"] if "suffix" in drafters else [head]
-    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=40) for i in range(4)]
-    texts = []
-    for tree in ("off", "2,2,1", "best-first:16:5"):
-        with llm_of(target, *names, tree=tree) as llm:
-            texts.append([one.outputs[0].token_ids for one in llm.generate(ids_of(random_prompts([7] * 4)), params)])
-    assert texts[0] == texts[1] == texts[2]
-
-
 def _acceptance(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> float:
     """Return the mean number of accepted tokens of the passes with a tree."""
     outputs = llm.generate(ids_of(prompts), params, use_tqdm=False)
@@ -213,14 +181,6 @@ def cycle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     token.
     """
     return save_cycle(tmp_path_factory.mktemp("cycle"))
-
-
-def test_a_perfect_head_is_accepted_at_every_level(cycle: tuple[Path, Path]) -> None:
-    target, head = cycle
-    for tree in ("1,1,1,1,1,1", "best-first:12:6"):
-        with llm_of(target, head, tree=tree) as llm:
-            params = SamplingParams(temperature=0, max_tokens=43)
-            assert _acceptance(llm, random_prompts([5, 20], vocab=64), params) == 6
 
 
 def test_the_dialect_that_agrees_with_the_target_is_chosen_and_logged(
@@ -293,51 +253,6 @@ def test_requests_with_another_first_token_share_nothing_of_the_head(cycle: tupl
         assert salts == ["5:", "6:"]
 
 
-@pytest.mark.parametrize(
-    ("verification", "select"),
-    [
-        ("multi-step", "hedge:1"),
-        ("target-only", "all"),
-        *(pytest.param(rule, "all", marks=pytest.mark.slow) for rule in ("traversal", "coupled")),
-    ],
-)
-def test_every_rule_draws_from_the_targets_distribution(
-    verification: str, select: str, target: Path, model: Any, head: Path, tmp_path: Path
-) -> None:
-    drafters = [head] if select == "all" else [head, save_eagle3(tmp_path / "other", seed=1)]
-    with llm_of(
-        target, *drafters, tree="3,2", verification=verification, select=select, max_num_seqs=64, seed=3
-    ) as llm:
-        assert_first_tokens_are_distributed_as_the_models(llm, model, random_prompts([6])[0])
-
-
-def test_preemption_aborts_and_large_batches_change_no_text(target: Path, model: Any, head: Path) -> None:
-    prompts = random_prompts([30, 12, 25, 9] * 4)
-    wanted = [reference.greedy(model, prompt, 24) for prompt in prompts[:4]]
-    with llm_of(target, head, tree="2,2,1") as llm:
-        slot = llm.target.loaded.taps
-        assert slot is not None
-    with LLM(
-        target, drafters=[str(head)], dtype="float32", tree="2,2,1", max_num_seqs=16, max_model_len=64,
-        kv_cache_memory_bytes=700_000,
-    ) as llm:  # fmt: skip
-        outputs = llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)
-        assert llm.engine.metrics.num_preempted > 0
-        assert [list(one.outputs[0].token_ids) for one in outputs[:4]] == wanted
-        assert outputs_beside_an_abort(llm, prompts[:4], GREEDY) == wanted[1:]
-        drafter = drafter_of(llm)
-        assert llm.target.cache.is_balanced()
-        assert drafter.runner.cache.is_balanced()
-        assert llm.target.cache.num_owned == drafter.runner.cache.num_owned == 0
-
-
-def test_a_streamed_target_has_a_head_too(target: Path, model: Any, head: Path, tmp_path: Path) -> None:
-    prompts = random_prompts([8, 20])
-    with llm_of(target, head, tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
-        found = [list(one.outputs[0].token_ids) for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
-    assert found == [reference.greedy(model, prompt, 24) for prompt in prompts]
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 3), (2, 2)], ids=str)
 def test_a_target_on_several_ranks_has_a_head_too(sizes: tuple[int, int], target: Path, model: Any, head: Path) -> None:
@@ -390,34 +305,6 @@ def test_a_heads_own_configuration_may_name_its_quantization(target: Path, tmp_p
 
 
 # -------------------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        ({"target_width": 48}, r"tensor fc\.weight of .* has shape \[32, 144\], and \[32, 96\] fits this target"),
-        ({"vocab_size": 128}, r"tensor lm_head\.weight of .* has shape \[128, 32\], and \[96, 32\] fits"),
-        ({"drop": ["midlayer.mlp.up_proj.weight"]}, r"no tensor midlayer\.mlp\.up_proj\.weight; fetch the drafter"),
-        ({"drop": ["lm_head.weight"], "draft_ids": range(2, 50)}, r"no tensor lm_head\.weight"),
-        ({"draft_ids": range(60, 110)}, "d2t .* leads to tokens that the target's vocabulary of 96 does not have"),
-        ({"draft_ids": [5, 5, 7]}, "d2t .* or twice to one"),
-        (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}},
-            "reads hidden states after layers 3, 17, 30, and the target has 8 layers",
-        ),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "is 'all', not a list"),
-        ({"family": "gpt2"}, "layers of family 'gpt2'"),
-        ({"layout": "speculators", "transformer_layer_config": 3}, "no transformer_layer_config"),
-        ({"hidden_act": "none"}, "config.json of a drafter cannot be used"),
-    ],
-    ids=str,
-)
-def test_heads_that_do_not_fit_are_refused_by_name(
-    options: dict[str, Any], part: str, target: Path, tmp_path: Path
-) -> None:
-    folder = save_eagle3(tmp_path / "head", **options)
-    with pytest.raises(ModelError, match=f"^drafters: .*{part}"):
-        llm_of(target, folder)
 
 
 @pytest.mark.parametrize("kind", ["nan", "extra", "code", "cut", "missing"])

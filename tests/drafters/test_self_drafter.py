@@ -8,7 +8,6 @@ import pytest
 import reference
 from adapters import save_adapter
 from heads import llm_of
-from reference.texts import assert_first_tokens_are_distributed_as_the_models
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request
@@ -33,41 +32,6 @@ def test_a_copy_of_8_bits_is_accepted_at_nearly_every_level(family: str, tmp_pat
         steps = [step for step in llm.engine.metrics.recent if step.num_guessed]
         num_accepted = sum(step.num_generated - step.num_requests for step in steps)
         assert num_accepted / sum(step.num_guessed for step in steps) > 0.85
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("tree", ["1,1,1,1", "3,2,2", "best-first:24:6", "auto"])
-@pytest.mark.parametrize("drafters", [("self:int4",), ("self:int4", "suffix")], ids=str)
-def test_greedy_text_is_that_of_transformers(target: Path, model: Any, drafters: tuple[str, ...], tree: str) -> None:
-    with llm_of(target, *drafters, tree=tree) as llm:
-        assert _texts(llm) == [reference.greedy(model, prompt, 24) for prompt in PROMPTS]
-        assert llm.target.cache.is_balanced()
-        assert llm.target.cache.num_owned == 0
-
-
-@pytest.mark.parametrize("verification", ["multi-step", "traversal", "target-only", "coupled"])
-def test_every_rule_draws_from_the_targets_distribution(verification: str, target: Path, model: Any) -> None:
-    with llm_of(target, "self:int4", tree="3,2", verification=verification, max_num_seqs=64, seed=3) as llm:
-        assert_first_tokens_are_distributed_as_the_models(llm, model, random_prompts([6])[0])
-
-
-def test_preempted_and_aborted_requests_leave_no_borrowed_slots(target: Path, model: Any) -> None:
-    wanted = [reference.greedy(model, prompt, 24) for prompt in PROMPTS]
-    with llm_of(target, "self:int4", tree="2,2,1", max_model_len=72, kv_cache_memory_bytes=33_000) as llm:
-        assert _texts(llm) == wanted
-        assert llm.engine.metrics.num_preempted > 0
-        requests = [Request(str(i), list(prompt), GREEDY, seed=0) for i, prompt in enumerate(PROMPTS)]
-        for request in requests:
-            llm.engine.add(request)
-        for _ in range(4):
-            llm.engine.step()
-            assert all(not len(llm.target.cache.reserved(f"{one.request_id}, drafts")) for one in requests)
-        llm.engine.abort(requests[0])
-        while not all(request.is_finished for request in requests):
-            llm.engine.step()
-        assert [request.token_ids[len(request.prompt_ids) :] for request in requests[1:]] == wanted[1:]
-        assert llm.target.cache.is_balanced()
-        assert llm.target.cache.num_owned == 0
 
 
 def test_a_streamed_target_drafts_with_a_copy_that_stays_in_memory(target: Path, model: Any, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 import reference
 from adapters import save_adapter
 from heads import llm_of
-from reference.texts import assert_first_tokens_are_distributed_as_the_models
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.drafters import sparse_context
@@ -73,23 +72,6 @@ def test_a_device_keeps_the_same_part(context: int, least: int, page: int, monke
         assert kept[:num_kept].tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize(
-    ("drafters", "tree"),
-    [
-        (("self:sparse",), "3,2,2"),
-        (("self:sparse",), "auto"),
-        (("self:int4-sparse", "suffix"), "best-first:24:6"),
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("small_part")
-def test_greedy_text_is_that_of_transformers(target: Path, model: Any, drafters: tuple[str, ...], tree: str) -> None:
-    with llm_of(target, *drafters, tree=tree) as llm:
-        assert _texts(llm) == [reference.greedy(model, prompt, 24) for prompt in PROMPTS]
-        assert llm.target.cache.is_balanced()
-        assert llm.target.cache.num_owned == 0
-
-
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "mpt"])
 @pytest.mark.usefixtures("small_part")
 def test_other_families_generate_their_own_text_too(family: str, tmp_path: Path) -> None:
@@ -98,20 +80,6 @@ def test_other_families_generate_their_own_text_too(family: str, tmp_path: Path)
     with llm_of(folder, "self:sparse", tree="2,1,1") as llm:
         assert _texts(llm) == [reference.greedy(make_model(family), prompt, 24) for prompt in PROMPTS]
         assert 0.2 < _acceptance(llm) < 1
-
-
-@pytest.mark.usefixtures("small_part")
-def test_seeded_text_is_the_same_with_and_without(target: Path) -> None:
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=24)
-    with llm_of(target, "self:sparse", tree="3,2,2") as llm, llm_of(target, "ngram", tree="off") as plain:
-        assert _texts(llm, params) == _texts(plain, params)
-
-
-@pytest.mark.parametrize("verification", ["multi-step", "traversal"])
-@pytest.mark.usefixtures("small_part")
-def test_every_rule_draws_from_the_targets_distribution(verification: str, target: Path, model: Any) -> None:
-    with llm_of(target, "self:sparse", tree="3,2", verification=verification, max_num_seqs=64, seed=3) as llm:
-        assert_first_tokens_are_distributed_as_the_models(llm, model, random_prompts([20])[0])
 
 
 def test_drafts_over_a_whole_context_are_all_accepted_with_adapters_too(target: Path, tmp_path: Path) -> None:

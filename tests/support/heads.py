@@ -1,7 +1,7 @@
 """Tiny heads on a target's hidden states in the public formats."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specinfer import LLM, SamplingParams
-from specinfer.core.request import Request
+from specinfer.core.request import Request, Span
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.feature_drafter import FeatureDrafter
+from tiny import paths_of, random_prompts
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
@@ -287,6 +289,33 @@ def ids_of(prompts: Sequence[Sequence[int]]) -> list[Any]:
     return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
 
 
+def check_growth(
+    llm: LLM,
+    wanted: Callable[[list[int], Sequence[int]], TokenTree],
+    *,
+    lengths: Sequence[int] = (9,),
+    shapes: Sequence[Sequence[int]] = ((3, 2, 2), (1, 1, 1, 1), (4, 1, 2)),
+) -> None:
+    """Compare trees of the head, of one shape after the other while text is generated, with those of its slow twin.
+
+    Args:
+        wanted: Function from the known tokens and the children of each level to the tree.
+        lengths: Those of prompts.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    requests = [Request(str(i), prompt, params, seed=0) for i, prompt in enumerate(random_prompts(lengths))]
+    for request in requests:
+        llm.engine.add(request)
+    while min(request.num_output for request in requests) < 1:
+        llm.engine.step()
+    for shape in shapes:
+        spans = [Span(request, request.num_computed, len(request.token_ids)) for request in requests]
+        trees = drafter_of(llm).draft(spans, [TreeBudget.expansion(shape)] * len(spans))
+        for request, tree in zip(requests, trees, strict=True):
+            assert sorted(paths_of(tree)) == sorted(paths_of(wanted(request.token_ids, shape)))
+        llm.engine.step()
+
+
 def outputs_beside_an_abort(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
     """Return the outputs of all prompts but the first, whose request is aborted after four steps."""
     requests = [Request(str(i), list(prompt), params, seed=0) for i, prompt in enumerate(prompts)]
@@ -294,6 +323,8 @@ def outputs_beside_an_abort(llm: LLM, prompts: Sequence[Sequence[int]], params: 
         llm.engine.add(request)
     for _ in range(4):
         llm.engine.step()
+        borrowed = [llm.target.cache.reserved(f"{request.request_id}, drafts") for request in requests]
+        assert not any(map(len, borrowed)), "slots that a copy of the target borrows are given back at once"
     llm.engine.abort(requests[0])
     while not all(request.is_finished for request in requests):
         llm.engine.step()
