@@ -14,9 +14,11 @@ from torch import Tensor
 from specinfer.core.request import Request
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, HeadRunner
-from specinfer.drafters.growth.draft_sampling import draw
-from specinfer.drafters.growth.tree_batch import GrowingTree, TreeBatch
+from specinfer.drafters.growth.draft_sampling import Candidates
+from specinfer.drafters.growth.frontier import Level
+from specinfer.drafters.growth.tree_batch import GrowingTree
 from specinfer.drafters.kind import DraftKind
+from specinfer.drafters.small_model import LevelCandidates
 from specinfer.drafters.vocabulary.token_map import Known
 from specinfer.model.batch import Piece, pack
 from specinfer.model.graphs.capture import Graphs
@@ -109,15 +111,16 @@ class AssistantDrafter(FeatureDrafter):
         assert isinstance(runner, AssistantRunner)
         return _NoCache(runner, self.vocabulary, None)
 
-    def _grow(self, growing_trees: list[GrowingTree]) -> None:
-        tree_batch = TreeBatch(growing_trees, self._calibration)
+    def _begin(self, growing_trees: Sequence[GrowingTree]) -> LevelCandidates:
         features = [self._first_feature(tree.request) for tree in growing_trees]  # [1 + computed, width] of each
-        while level := tree_batch.level():
-            growing = [tree for tree in growing_trees if tree.frontier]
+
+        def candidates_of(growing: Sequence[GrowingTree], level: Level) -> Candidates:
             logits, outputs = self.runner.score([self._level(tree, features[tree.index]) for tree in growing])
             for tree, new in zip(growing, outputs.split([len(tree.frontier) for tree in growing]), strict=True):
                 features[tree.index] = torch.cat([features[tree.index], new])
-            self._extend(tree_batch, level, draw(self.draft_sampling, self.vocabulary.compact(logits), level))
+            return self._candidates(logits, level)
+
+        return candidates_of
 
     def _first_feature(self, request: Request) -> Tensor:
         end = len(request.token_ids) - 1

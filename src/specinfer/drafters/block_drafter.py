@@ -7,6 +7,7 @@ the path; a token is then drawn from its row whatever the path is, so drawn tree
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +19,15 @@ from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.feature_drafter import FeatureCache, FeatureDrafter, HeadRunner
 from specinfer.drafters.growth.draft_sampling import Candidates, chooses_for, draw
 from specinfer.drafters.growth.frontier import Level
-from specinfer.drafters.growth.tree_batch import GrowingTree, TreeBatch
+from specinfer.drafters.growth.tree_batch import GrowingTree
+from specinfer.drafters.small_model import LevelCandidates
 from specinfer.model.batch import Piece
 from specinfer.model.heads.head import Block, FeatureHead
 from specinfer.model.kv_cache import Slots
 from specinfer.model.runner import ModelRunner
 from specinfer.verify.logits import is_adjusted
+
+BLOCKS_TOGETHER = 16  # blocks of a text in one pass
 
 
 class _Rows(NamedTuple):
@@ -43,6 +47,38 @@ def block_piece(block: Block, anchor: int, prefix_slots: Slots, slots: Slots) ->
         visible=np.tri(block.size, k=0 if block.is_causal else block.size, dtype=np.bool_),
         num_logits=block.max_depth,
     )
+
+
+def first_logits(
+    runner: ModelRunner, name: str, ids: Sequence[int], features: Tensor, anchors: Sequence[int]
+) -> Tensor:
+    """Return the [anchors, vocab] logits of the first tokens of blocks that begin at these tokens of a text.
+
+    Args:
+        name: The name by which the cache knows the text, which has nothing in it yet.
+        features: [tokens - 1, width] those of all tokens but the last.
+    """
+    head, cache, count = runner.loaded.model, runner.cache, len(ids) - 1
+    assert isinstance(head, FeatureHead)
+    assert head.block is not None
+    slots = cache.reserve(name, count)
+    runner.forward([replace(Piece.of_span(ids[:-1], None, slots[:0], slots), features=features)])
+    cache.commit(name, range(count))
+    parts = []
+    for start in range(0, len(anchors), BLOCKS_TOGETHER):
+        group = anchors[start : start + BLOCKS_TOGETHER]
+        pieces = [
+            block_piece(head.block, ids[anchor], slots[:anchor], cache.reserve(name, head.block.size))
+            for anchor in group
+        ]
+        logits = runner.forward(pieces)[:: head.block.max_depth]
+        if head.is_pairwise:
+            places = [int(piece.slots[-head.block.max_depth]) for piece in pieces]
+            before = torch.tensor([ids[anchor] for anchor in group], device=logits.device)
+            logits, _ = head.conditional(logits, runner.tensors.taps[0][places], before)
+        parts.append(logits.clone())
+        cache.commit(name, ())
+    return torch.cat(parts)
 
 
 class BlockCache(FeatureCache):
@@ -92,16 +128,12 @@ class BlockDrafter(FeatureDrafter):
     def _head(self) -> FeatureHead:
         return self.runner.head  # another one after a change of the weights
 
-    def _grow(self, growing_trees: list[GrowingTree]) -> None:
-        tree_batch = TreeBatch(growing_trees, self._calibration)
+    def _begin(self, growing_trees: Sequence[GrowingTree]) -> LevelCandidates:
         rows = self._cache.score([growing_tree.request for growing_tree in growing_trees])
-        rows = rows._replace(logits=self.vocabulary.compact(rows.logits))
-        while level := tree_batch.level():
-            self._extend(tree_batch, level, self._candidates(rows, growing_trees, level))
+        return partial(self._of_rows, rows._replace(logits=self.vocabulary.compact(rows.logits)))
 
-    def _candidates(self, rows: _Rows, growing_trees: Sequence[GrowingTree], level: Level) -> Candidates:
-        """Return the candidates of the wanted nodes, tree by tree."""
-        growing = [tree for tree in growing_trees if tree.frontier]
+    def _of_rows(self, rows: _Rows, growing: Sequence[GrowingTree], level: Level) -> Candidates:
+        """Return the candidates of a level from the rows of the only pass, tree by tree."""
         counts = [len(tree.frontier) for tree in growing]
         places = [tree.index * self.kind.max_depth + tree.num_levels for tree in growing]
         if not self._head.is_pairwise and all(self._is_free(tree.request, tree.num_levels) for tree in growing):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from specinfer.drafters.assistant_drafter import AssistantRunner
-from specinfer.drafters.block_drafter import block_piece
+from specinfer.drafters.block_drafter import first_logits
 from specinfer.drafters.feature_drafter import HeadRunner
 from specinfer.hub.files import read_object, stated_target
 from specinfer.hub.locate import TOKENIZER_FILE
@@ -111,24 +111,13 @@ def _agreement(runner: HeadRunner, ids: Sequence[int], wanted: torch.Tensor, dia
 
 def _block_agreement(runner: HeadRunner, ids: Sequence[int], wanted: torch.Tensor) -> float:
     """Do the same for the first tokens of some blocks, spread over the text."""
-    head, cache, count = runner.head, runner.cache, len(ids) - 1
-    block = head.block
-    assert block is not None
+    count = len(ids) - 1
+    anchors = np.linspace(1, count, _NUM_BLOCKS, dtype=int).tolist()
     try:
-        known, seen = cache.reserve(_PROBE, count), np.tri(count, dtype=np.bool_)
-        features = runner.features(_PROBE, 0, count)
-        runner.forward([Piece(ids[:-1], range(count), NO_SLOTS, known, seen, 0, features=features)])
-        anchors = np.linspace(1, count, _NUM_BLOCKS, dtype=int)
-        places = cache.reserve(_PROBE, _NUM_BLOCKS * block.size).reshape(_NUM_BLOCKS, -1)
-        logits = runner.forward(
-            [block_piece(block, ids[end], known[:end], own) for end, own in zip(anchors, places, strict=True)]
-        )[:: block.max_depth]
-        if head.is_pairwise:
-            rows = runner.tensors.taps[0][torch.from_numpy(places[:, -block.max_depth])]
-            logits, _ = head.conditional(logits, rows, torch.tensor(ids, device=logits.device)[anchors])
+        logits = first_logits(runner, _PROBE, ids, runner.features(_PROBE, 0, count), anchors)
         return float((runner.choices(logits) == wanted[anchors]).float().mean())
     finally:
-        cache.free(_PROBE)
+        runner.cache.free(_PROBE)
 
 
 def _assistant_agreement(runner: AssistantRunner, ids: Sequence[int], wanted: torch.Tensor) -> float:

@@ -150,11 +150,6 @@ class FeatureDrafter(SmallModelDrafter):
                     self._drafted.pop(place.view.request_id, None)
                     self.runner.cache.commit(place.view.request_id, ())
 
-    def _sync(self, request: Request) -> Known | None:
-        if self._scoring:
-            self._scoring.skip(request)
-        return super()._sync(request)
-
     def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
         piece = super()._frontier_piece(growing_tree)
         cache, request_id = self.runner.cache, growing_tree.request.request_id

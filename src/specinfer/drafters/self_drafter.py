@@ -180,11 +180,6 @@ class SelfDrafter(SmallModelDrafter):
         for request, rows in zip(scored, logits.split([piece.num_logits for piece in pieces]), strict=True):
             self._scoring.read(request, request.token_ids, rows)
 
-    def _sync(self, request: Request) -> Known | None:
-        if self._scoring:
-            self._scoring.skip(request)
-        return super()._sync(request)
-
     def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
         return self.runner.prepared(growing_tree.request, super()._frontier_piece(growing_tree))
 

@@ -4,7 +4,9 @@ Expansion-based construction: SpecInfer (arXiv 2305.09781), section 3. At each l
 all requests; `draft_sampling` turns the scores into candidates, and `expansion` decides which of them are taken.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
@@ -24,6 +26,8 @@ from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
 
 REPLAYED_TOGETHER = 4  # requests at a time; more would need too many logits at once
+# Function from the trees with a frontier, and their level, to its candidates.
+LevelCandidates = Callable[[Sequence[GrowingTree], Level], Candidates]
 
 
 class SmallModelDrafter:
@@ -159,6 +163,8 @@ class SmallModelDrafter:
 
     def _sync(self, request: Request) -> Known | None:
         """Return the known tokens, which replace any tree that grew from earlier ones; None if it cannot read them."""
+        if self._scoring and self.kind.reads_target:  # text that the target alone reads is scored by `replay`
+            self._scoring.skip(request)
         known = self._cache.sync(request)
         if known is not None:
             self._drafted.pop(request.request_id, None)
@@ -166,21 +172,26 @@ class SmallModelDrafter:
 
     def _grow(self, growing_trees: list[GrowingTree]) -> None:
         tree_batch = TreeBatch(growing_trees, self._calibration)
-        logits = self._cache.catch_up([growing_tree.request for growing_tree in growing_trees])
-        level = tree_batch.level()
-        while level:
-            candidates = draw(self.draft_sampling, self.vocabulary.compact(logits), level, self.vocabulary.token_map)
-            self._extend(tree_batch, level, candidates)
-            level = tree_batch.level()
-            if level:
-                logits = self.runner.forward(
-                    [self._frontier_piece(growing_tree) for growing_tree in growing_trees if growing_tree.frontier]
-                )
+        candidates_of = self._begin(growing_trees)
+        while level := tree_batch.level():
+            candidates = candidates_of([tree for tree in growing_trees if tree.frontier], level)
+            if self._scoring:
+                self._scoring.note(level, candidates)
+            tree_batch.extend(candidates)
 
-    def _extend(self, tree_batch: TreeBatch, level: Level, candidates: Candidates) -> None:
-        if self._scoring:
-            self._scoring.note(level, candidates)
-        tree_batch.extend(candidates)
+    def _begin(self, growing_trees: Sequence[GrowingTree]) -> LevelCandidates:
+        """Compute what is known of the requests; return the function that makes the candidates of each level."""
+        at_roots = [self._cache.catch_up([tree.request for tree in growing_trees])]
+
+        def candidates_of(growing: Sequence[GrowingTree], level: Level) -> Candidates:
+            logits = at_roots.pop() if at_roots else self.runner.forward([*map(self._frontier_piece, growing)])
+            return self._candidates(logits, level)
+
+        return candidates_of
+
+    def _candidates(self, logits: Tensor, level: Level) -> Candidates:
+        """Return the candidates of a level from its own [nodes, vocab] logits."""
+        return draw(self.draft_sampling, self.vocabulary.compact(logits), level, self.vocabulary.token_map)
 
     def _frontier_piece(self, growing_tree: GrowingTree) -> Piece:
         """Return the `Piece` of the frontier's nodes; they see the known tokens, their ancestors and themselves."""

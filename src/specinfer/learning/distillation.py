@@ -49,9 +49,14 @@ def training_loss(drafted: Tensor | HeadLogits, batch: Batch, weights: Tensor | 
     if drafted.accepted is None:
         return loss
     with torch.no_grad():
-        overlap = torch.minimum(drafted.logits.softmax(-1).gather(1, ids), logprobs.exp()).sum(-1).clamp(max=1.0)
-    confidence = binary_cross_entropy(drafted.accepted, overlap, reduction="none")
+        share = overlap(drafted.logits.softmax(-1).gather(1, ids), logprobs)
+    confidence = binary_cross_entropy(drafted.accepted, share, reduction="none")
     return loss + (confidence * weights).sum() / weights.sum().clamp_min(_LEAST)
+
+
+def overlap(probs: Tensor, logprobs: Tensor) -> Tensor:
+    """Return the probability that a drawn token is accepted, [places], from both models' [places, top] of one token."""
+    return torch.minimum(probs, logprobs.exp()).sum(-1).clamp(max=1.0)
 
 
 def restrict(batch: Batch, token_map: Tensor, vocab_size: int) -> tuple[Batch, Tensor]:

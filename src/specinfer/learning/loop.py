@@ -54,9 +54,13 @@ class Progress:
     rate: float = 0.0  # learning rate of the last step
     grad_norm: float = 0.0
 
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / max(self.seconds, 1e-9)
+
     def __str__(self) -> str:
-        speed = self.tokens / max(self.seconds, 1e-9)
-        return f"loss {self.loss:.3f}, {speed:,.0f} tokens/s" if self.step else ""
+        return f"loss {self.loss:.3f}, {self.speed:,.0f} tokens/s" if self.step else ""
 
 
 class Trainer(Generic[B]):

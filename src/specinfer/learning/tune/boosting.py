@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specinfer.core.noise import gumbel
 from specinfer.learning.batches import collate
+from specinfer.learning.distillation import overlap
 from specinfer.learning.examples import DamagedError, Source, TrainingExample, reading, save_arrays
 from specinfer.learning.trainable import TrainableDrafter
 from specinfer.ops.cpu.choice import SUPPORT
@@ -66,11 +67,10 @@ def predict(drafter: TrainableDrafter, examples: Sequence[TrainingExample], rows
         ranks = _ranks(logits, group, counts, batch.places, batch.output_ids)
         q = distribution.gather(1, batch.output_ids[:, None])[:, 0]
         top = distribution.gather(1, batch.top_ids)
-        overlap = torch.minimum(top, batch.top_logprobs.exp()).sum(-1).clamp(max=1.0)
         source = torch.tensor(np.repeat([example.source for example in group], counts), device=device)
         accepted = (q / batch.generated_logprobs.exp().clamp_min(1e-6)).clamp(max=1.0)
         accepted = torch.where(source == Source.GREEDY, (ranks == 0).float(), accepted)
-        accepted = torch.where(source == Source.READ, overlap, accepted)
+        accepted = torch.where(source == Source.READ, overlap(top, batch.top_logprobs), accepted)
         parts = (x.cpu().split(counts) for x in (ranks.short(), accepted, top.half()))
         predictions += [Predictions(*(x.numpy() for x in arrays)) for arrays in zip(*parts, strict=True)]
     return predictions

@@ -110,8 +110,7 @@ def with_curves(steps: Iterator[Progress], folder: Path | None) -> Iterator[Prog
 
                 # Steps after the checkpoint that a run resumes from were written before it was interrupted.
                 writer = SummaryWriter(str(folder), purge_step=start.step + 1)
-            speed = progress.tokens / max(progress.seconds, 1e-9)
-            values = (progress.loss, progress.rate, progress.grad_norm, speed)
+            values = (progress.loss, progress.rate, progress.grad_norm, progress.speed)
             for name, value in zip(_CURVES, values, strict=True):
                 writer.add_scalar(name, value, progress.step)
             yield progress
