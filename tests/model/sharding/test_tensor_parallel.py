@@ -93,6 +93,7 @@ def test_shards_of_layers_without_attention(tmp_path: Path, family: str, changes
     assert whole_width > widths[0] == widths[1]
 
 
+_NORMED_HEADS = ("olmo2", "olmo3-mixed", "olmo_hybrid", "olmoe", "minimax_m2")  # all heads of a token together
 _EACH_LAYOUT = (
     "llama", "falcon", "falcon-rw", "mpt", "gpt_bigcode", "mixtral", "gemma3_text", "phi3", "gpt2", "gpt_oss",
 )  # fmt: skip
@@ -113,25 +114,35 @@ def test_native_shards_compute_what_the_whole_does(folders: dict[str, Path], tmp
 @pytest.mark.parametrize(
     "family",
     quick(
-        ["qwen2_moe-mixed", "granitemoe", "glm4_moe-grouped", "ernie4_5_moe", "exaone4-mixed", "arcee", "olmo_hybrid"],
-        *("qwen2_moe-mixed", "granitemoe", "glm4_moe-grouped", "olmo_hybrid"),
+        ["qwen2_moe-mixed", "granitemoe", "glm4_moe-grouped", "ernie4_5_moe", "exaone4-mixed", "arcee", *_NORMED_HEADS],
+        *("qwen2_moe-mixed", "granitemoe", "glm4_moe-grouped", "olmo_hybrid", "minimax_m2"),
     ),
 )
 def test_native_shards_add_up_what_each_computes_a_part_of(tmp_path: Path, family: str) -> None:
-    """Ranks have the shared expert of qwen2_moe, and the attention of granitemoe and olmo_hybrid, as a whole."""
-    changes = {"moe_intermediate_size": 32} if family.split("-")[0] in ("qwen2_moe", "glm4_moe", "ernie4_5_moe") else {}
+    """Also squares of the queries and of the keys of all heads, of which two of four ranks have the same."""
+    experts = ("qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "olmoe")
+    changes = {"moe_intermediate_size": 32} if family.split("-")[0] in experts else {}
     folder = save(tmp_path, family, intermediate_size=64, **changes)
     wanted = Ranks(folder, WHOLE, native=False).logits()
-    for split in ((2, 1), (2, 2)):
+    for split in ((2, 1), (2, 2), *([(4, 1)] if family in ("olmo2", "minimax_m2") else [])):
         ranks = Ranks(folder, split)
         assert isinstance(ranks.stages[0][0].model, FusedDecoder)
+        assert max(shape.num_kv_heads for loaded in ranks.all for shape in loaded.layer_shapes) == 1
         for found, whole in zip(ranks.logits(), wanted, strict=True):
+            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_norms_over_all_heads_are_computed_together_without_native_code(tmp_path: Path) -> None:
+    folder = save(tmp_path, "olmo2")
+    wanted = Ranks(folder, WHOLE, native=False).logits()
+    for split in ((2, 1), (4, 1)):
+        for found, whole in zip(Ranks(folder, split, native=False).logits(), wanted, strict=True):
             torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "starcoder2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "starcoder2", "olmo2"])
 def test_logits_of_a_token_do_not_depend_on_the_pass(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     folder = save(tmp_path, family, intermediate_size=64)
     ranks = Ranks(folder, (2, 1), dtype=dtype)
@@ -196,7 +207,7 @@ def test_sizes_that_do_not_divide_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("family", "why"), [("stablelm", "no plan"), ("olmo2", "q_proj would be colwise_gather_output")]
+    ("family", "why"), [("stablelm", "no plan"), ("flex_olmo", "q_proj would be colwise_gather_output")]
 )
 def test_families_without_a_plan_are_refused_by_name(tmp_path: Path, family: str, why: str) -> None:
     config = AutoConfig.for_model(family, **FAMILIES["llama"])

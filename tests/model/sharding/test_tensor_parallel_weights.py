@@ -148,6 +148,7 @@ def test_a_part_of_a_tensor_is_read_as_if_it_were_cut(tmp_path: Path, cut: Cut) 
         ("llama", False, None),
         ("llama", True, "int8"),
         ("mixtral", True, None),
+        pytest.param("olmo2", False, None, marks=pytest.mark.slow),
         pytest.param("opt", False, None, marks=pytest.mark.slow),
         pytest.param("opt", True, "int4", marks=pytest.mark.slow),
         pytest.param("falcon", False, None, marks=pytest.mark.slow),

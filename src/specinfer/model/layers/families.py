@@ -1,9 +1,11 @@
 """The structure of each family's decoder layers, see `plan.py`."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from specinfer.model.layers.plan import LayerKind, PartKind
+
+_ATTENTION_2 = "post_attention_layernorm"  # despite its name the norm before the MLP
 
 
 def _under(module: str, *names: str) -> tuple[str, ...]:
@@ -15,9 +17,17 @@ def _attention(module: str = "self_attn", norm: str | None = "input_layernorm", 
     return replace(PartKind("attention", inputs, f"{module}.o_proj", norm), **changes)
 
 
-def _mlp(module: str = "mlp", norm: str | None = "post_attention_layernorm", **changes: Any) -> PartKind:
+def _mlp(module: str = "mlp", norm: str | None = _ATTENTION_2, **changes: Any) -> PartKind:
     inputs = _under(module, "gate_proj", "up_proj")
     return replace(PartKind("mlp", inputs, f"{module}.down_proj", norm), **changes)
+
+
+def _experts(module: str = "mlp", router: str = "gate", norm: str | None = _ATTENTION_2, **changes: Any) -> PartKind:
+    return replace(PartKind("experts", _under(module, router), f"{module}.experts", norm), **changes)
+
+
+def _ungated(up: str, down: str, norm: str | None = _ATTENTION_2) -> PartKind:
+    return PartKind("ungated", (up,), down, norm)
 
 
 def _recurrence(module: str, *inputs: str, norm: str = "input_layernorm", output: str = "out_proj") -> PartKind:
@@ -55,8 +65,7 @@ _GEMMA4 = LayerKind(
     layer_factor="layer_scalar",
     head_cap=_CAP,
 )  # fmt: skip
-_ATTENTION_2 = "post_attention_layernorm"  # despite its name the norm before the MLP
-_QWEN_EXPERTS = PartKind("experts", ("mlp.gate",), "mlp.experts", _ATTENTION_2)
+_QWEN_EXPERTS = _experts()
 _QWEN_SHARED = _mlp("mlp.shared_expert", gate="mlp.shared_expert_gate", between="halves")
 _QWEN3_5 = LayerKind(
     (
@@ -86,14 +95,14 @@ _LFM2 = LayerKind(
 )
 _LFM2_MOE = replace(
     _LFM2,
-    parts=(*_LFM2.parts, PartKind("experts", ("feed_forward.gate",), "feed_forward.experts", "ffn_norm")),
+    parts=(*_LFM2.parts, _experts("feed_forward", norm="ffn_norm")),
     rotary="pos_emb",
 )
 _GRANITE = LayerKind(
     (
         _attention(),
         _recurrence("mamba"),
-        PartKind("experts", ("block_sparse_moe.router",), "block_sparse_moe.experts", _ATTENTION_2),
+        _experts("block_sparse_moe", "router"),
         PartKind("halves", ("shared_mlp.input_linear",), "shared_mlp.output_linear", _ATTENTION_2),
     ),
     embedding_factor="embedding_multiplier",
@@ -113,9 +122,9 @@ _NEMOTRON_H = LayerKind(
     (
         _recurrence("mixer", norm="norm"),
         _attention("mixer", norm="norm"),
-        PartKind("squares", ("mixer.up_proj",), "mixer.down_proj", "norm"),
-        PartKind("experts", ("mixer.gate",), "mixer.experts", "norm"),
-        PartKind("squares", ("mixer.shared_experts.up_proj",), "mixer.shared_experts.down_proj", "norm"),
+        _ungated("mixer.up_proj", "mixer.down_proj", "norm"),
+        _experts("mixer", norm="norm"),
+        _ungated("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj", "norm"),
     ),
     embedding="embeddings",
     last_norm="norm_f",
@@ -131,7 +140,7 @@ _MOE = LayerKind((_attention(), _mlp(), *_ROUTED))
 _QWEN2_MOE = LayerKind((_attention(), _mlp(), _QWEN_EXPERTS, _QWEN_SHARED))
 _ROTATED_IN_PAIRS = replace(LLAMA, rotates_pairs=True)
 _GRANITE_DENSE = replace(LLAMA, embedding_factor="embedding_multiplier", head_divisor="logits_scaling")
-_ARCEE = LayerKind((_attention(), PartKind("squares", ("mlp.up_proj",), "mlp.down_proj", _ATTENTION_2)))
+_ARCEE = LayerKind((_attention(), _ungated("mlp.up_proj", "mlp.down_proj")))
 _PHI3 = LayerKind((_attention(inputs=("self_attn.qkv_proj",)), _FUSED_MLP))
 _GLM = LayerKind((_attention(), _FUSED_MLP), rotates_pairs=True)
 _GLM4 = replace(
@@ -170,6 +179,35 @@ FAMILIES = {
     "bamba": _BAMBA, "lfm2": _LFM2, "lfm2_moe": _LFM2_MOE, "granitemoehybrid": _GRANITE, "falcon_h1": _FALCON_H1,
     "nemotron_h": _NEMOTRON_H, "mamba2": _MAMBA2,
 }  # fmt: skip
+
+
+def _in_one(inputs: str, output: str, layout: Literal["groups"] | None = None) -> PartKind:
+    """Return attention whose queries, keys and values are the outputs of one linear layer."""
+    return PartKind("attention", (inputs,), output, None, layout=layout)
+
+
+_GPT_MLP, _NEOX_MLP = _ungated("mlp.c_fc", "mlp.c_proj"), _ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+_LATENT = LayerKind((_recurrence("self_attn"), *_MOE.parts[1:]))  # attention joins all heads, and is not split
+# Families that run as transformers defines them. Ranks split their layers by these parts, and read no norms of them.
+_UNFUSED = {
+    "falcon": LayerKind((_in_one("self_attention.query_key_value", "self_attention.dense", "groups"), _NEOX_MLP)),
+    "gpt_neox": LayerKind((_in_one("attention.query_key_value", "attention.dense", "groups"), _NEOX_MLP)),
+    "gpt2": LayerKind((_in_one("attn.c_attn", "attn.c_proj"), _GPT_MLP)),
+    "gpt_bigcode": LayerKind((_in_one("attn.c_attn", "attn.c_proj", "groups"), _GPT_MLP)),
+    "mpt": LayerKind((_in_one("attn.Wqkv", "attn.out_proj"), _ungated("ffn.up_proj", "ffn.down_proj"))),
+    "opt": LayerKind((_attention(output="self_attn.out_proj"), _ungated("fc1", "fc2"))),
+    "gpt_oss": LayerKind((_attention(), _experts(router="router", layout="pairs"))),
+    "phimoe": LayerKind((_attention(), _experts(router="router"))),
+    "jamba": LayerKind((_attention(), _recurrence("mamba"), _mlp("feed_forward"), _experts("feed_forward", "router"))),
+    "lfm3": replace(
+        _LFM2,
+        parts=(_attention(inputs=_under("self_attn", "q_proj", "k_proj", "v_proj", "g_proj")), *_LFM2.parts[1:]),
+    ),
+    "minimax": LayerKind((_recurrence("self_attn"), _attention(), _experts())),
+    "recurrent_gemma": LayerKind((_recurrence("temporal_block"), _attention("temporal_block"), _mlp("mlp_block"))),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _LATENT),
+    **dict.fromkeys(("mamba", "falcon_mamba"), LayerKind((_recurrence("mixer"),))),
+}
 # Families for images and more, of which texts take only the model within that is for text.
 _OUTER = frozenset({"gemma3", "gemma4"})
 # Rotations that depend only on the position.
@@ -192,6 +230,12 @@ def layer_kind(config: Any) -> LayerKind | None:
     if not all(one.get("rope_type", "default") in _ROTATIONS for one in rotations):
         return None
     return kind if config is outer else replace(kind, trunk=f"{kind.trunk}.language_model")
+
+
+def structure_of(config: Any) -> LayerKind | None:
+    """Return the parts of a family's layers, whatever computes them, or None if they are not described here."""
+    family = config.get_text_config().model_type
+    return FAMILIES.get(family) or _UNFUSED.get(family)
 
 
 def trunk_of(model: Any) -> Any:

@@ -116,8 +116,7 @@ class FusedDecoder(nn.Module):
         """
         self.stack.group = group
         for number, layer in zip(self._numbers, self.layers, strict=True):
-            for kind, part in zip(layer.kinds, layer.call.parts, strict=True):
-                part.is_split = f"{self.layers_name}.{number}.{kind.output}" in sums
+            layer.connect(f"{self.layers_name}.{number}", sums)
 
     @property
     def table(self) -> LinearCall | Tensor | None:

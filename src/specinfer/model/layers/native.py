@@ -4,7 +4,7 @@ Products with the same input are computed together (queries, keys and values; ga
 float32 from layer to layer.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +29,7 @@ from specinfer.model.linears import ROUTER
 from specinfer.model.offload.meta_weights import origin_of
 from specinfer.model.offload.streamed_layer import LayerStream
 from specinfer.model.recurrent.scan import Scan
+from specinfer.model.sharding.joined_norm import JoinedHeadNorms, JoinedNorm
 from specinfer.model.sharding.placeholder import Placeholder
 from specinfer.ops import (
     GATES,
@@ -51,7 +52,7 @@ from specinfer.parallel.group import Alone, Group
 # Callback with the number of computed layers and the hidden states after them, which it may modify.
 Watch = Callable[[int, Tensor], None]
 Table = tuple[Tensor, Tensor]  # [positions, rotated] cosines and sines
-_OPENINGS = {"halves": HALVES, "squares": UNGATED, "inputs": OF_INPUTS}  # by what lies between
+_OPENINGS = {"halves": HALVES, "ungated": UNGATED, "inputs": OF_INPUTS}  # by what lies between
 _SUMS = {None: Sum.ALONE, "first": Sum.FIRST, "last": Sum.LAST}
 
 
@@ -70,6 +71,7 @@ class NativeLayer:
         self.recurrence: RecurrentParts | None = None
         self.attention: AttentionPlan | None = None
         self.head_norms: list[Tensor | None] = [None, None]
+        self._joined_norms: JoinedHeadNorms | None = None
         self.eps = plan.eps
         self.linears: list[JoinedLinears] = []
         self.routers: list[JoinedLinears] = []
@@ -82,6 +84,18 @@ class NativeLayer:
     def rotation(self) -> tuple[str, ...] | None:
         """Arguments that select this layer's rotation in the model's rotary embedding, or None for no rotation."""
         return () if self.attention is None else self.attention.rotation
+
+    def connect(self, name: str, sums: Collection[str]) -> None:
+        """Compute a rank's shard from now on.
+
+        Args:
+            name: Name of the layer in the definition.
+            sums: Names of the definition's modules whose results are added up over the ranks.
+        """
+        for kind, part in zip(self.kinds, self.call.parts, strict=True):
+            part.is_split = f"{name}.{kind.output}" in sums
+            if kind.between == "attention" and self._joined_norms is not None:
+                part.norm_over_ranks, self.head_norms = self._joined_norms, [None, None]
 
     def _part(self, plan: LayerPlan, part: PartPlan, packing: Packing) -> PartCall:
         """Return a part's call; the linear layers of a recurrence are taken away from its module."""
@@ -110,6 +124,8 @@ class NativeLayer:
         if between == "attention":
             self.attention = part.attention
             self.head_norms = [None if one is None else plan.kind.norm_weight(one) for one in part.head_norms]
+            joined = [norm for norm in part.head_norms if isinstance(norm, JoinedNorm)]
+            self._joined_norms = JoinedHeadNorms(joined) if joined else None
             return Attends()
         if between == "recurrence":
             self.recurrent, self.recurrence = part.module, part.module.parts()

@@ -24,7 +24,7 @@ class PartKind:
 
     Attributes:
         between: What lies between the linear layers. "mlp": gates and values are two layers; "halves": their outputs
-            follow one another; "squares": there are no gates; "inputs": values are other inputs of the layer than
+            follow one another; "ungated": there are no gates; "inputs": values are other inputs of the layer than
             hidden states; "experts": the routed ones.
         inputs: The linear layers with the same input, within a layer; of experts the router. A layer that does not have
             the first of them does not have the part, and may lack others.
@@ -37,12 +37,15 @@ class PartKind:
         sum: Whether it is the first or the last of neighbouring parts whose results, normed one by one, are added up
             and normed once more before they are added, or None.
         sum_norm: The norm of that sum, for its last part.
+        layout: The order of the outputs of one linear layer, if it is not queries, keys, values, or gates, values.
+            "groups": for each KV head its queries, its key, its value; "pairs": gates and values alternate, and the
+            matrices of experts are stored by inputs.
         num_missing: Number of the linear layers in `inputs` that a layer lacks, set by `LayerKind.parts_of`.
         reads_again: Whether it has the norm of the part before it, and so reads what that part has read, set by
             `LayerKind.parts_of`.
     """
 
-    between: Literal["attention", "recurrence", "mlp", "halves", "squares", "inputs", "experts"]
+    between: Literal["attention", "recurrence", "mlp", "halves", "ungated", "inputs", "experts"]
     inputs: tuple[str, ...]
     output: str
     norm: str | None
@@ -52,6 +55,7 @@ class PartKind:
     without: str | None = None
     sum: Literal["first", "last"] | None = None
     sum_norm: str | None = None
+    layout: Literal["groups", "pairs"] | None = None
     num_missing: int = 0
     reads_again: bool = False
 

@@ -1,8 +1,9 @@
-"""The shard of a decoder layer that one rank of a tensor group computes, by model family.
+"""The shard of a decoder layer that one rank of a tensor group computes.
 
-The first projection of a block (queries, keys, values, an MLP's first) is split by its outputs, and the projection
-after it by its inputs. Each layer then needs two sums over the ranks (Megatron-LM, arXiv 1909.08053, section 3).
-Attention is split by heads. With fewer KV heads than ranks, several ranks have the same KV head.
+It follows from the parts of the layer (`layers/plan.py`). The first linear layers of a part (queries, keys, values, an
+MLP's first) are split by their outputs, and the one after them by its inputs. Each layer then needs two sums over the
+ranks (Megatron-LM, arXiv 1909.08053, section 3). Attention is split by heads. With fewer KV heads than ranks, several
+ranks have the same KV head. Routers, gates of one output and norms are whole on each rank.
 """
 
 import re
@@ -12,7 +13,8 @@ from enum import Enum, auto
 from typing import Any
 
 from specinfer.core.errors import ModelError
-from specinfer.model.recurrent.layers import LAYER_TYPES
+from specinfer.model.layers.families import structure_of
+from specinfer.model.layers.plan import PartKind
 
 
 class Kind(Enum):
@@ -29,92 +31,17 @@ class Kind(Enum):
     SUM = auto()  # a module without own weights, whose results are summed over ranks
 
 
-# By name within a layer: modules, or bare weights with the dimension to split (they do not define inputs and outputs).
-Plan = Mapping[str, Kind | tuple[Kind, int]]
-
-_GPT: Plan = {"attn.c_proj": Kind.INPUTS, "mlp.c_fc": Kind.OUTPUTS, "mlp.c_proj": Kind.INPUTS}
-_ATTENTION: Plan = {"self_attn.q_proj": Kind.OUTPUTS, "self_attn.k_proj": Kind.KV, "self_attn.v_proj": Kind.KV}
-_OF_EXPERTS: Plan = {
-    ".gate_up_proj": (Kind.HALVES, 1), ".up_proj": (Kind.OUTPUTS, 1), ".down_proj": (Kind.INPUTS, 2), "": Kind.SUM
+# Of a module, or of a weight that is no layer of its own with the dimension to split.
+Way = Kind | tuple[Kind, int]
+_EXPERTS: Mapping[str, Way] = {
+    "": Kind.SUM, ".gate_up_proj": (Kind.HALVES, 1), ".up_proj": (Kind.OUTPUTS, 1), ".down_proj": (Kind.INPUTS, 2),
 }  # fmt: skip
-_GRANITE_MOE: Plan = {f"block_sparse_moe.experts{name}": kind for name, kind in _OF_EXPERTS.items()}
-# Families that transformers, or its oldest allowed version, has no plan for, or whose plan cannot be used here because
-# of fused projections.
-_OWN: Mapping[str, Plan] = {
-    "falcon": {
-        "self_attention.query_key_value": Kind.GROUPS,
-        "self_attention.dense": Kind.INPUTS,
-        "mlp.dense_h_to_4h": Kind.OUTPUTS,
-        "mlp.dense_4h_to_h": Kind.INPUTS,
-    },
-    "gpt2": {"attn.c_attn": Kind.QKV, **_GPT},
-    "gpt_bigcode": {"attn.c_attn": Kind.GROUPS, **_GPT},
-    "gpt_neox": {
-        "attention.query_key_value": Kind.GROUPS,
-        "attention.dense": Kind.INPUTS,
-        "mlp.dense_h_to_4h": Kind.OUTPUTS,
-        "mlp.dense_4h_to_h": Kind.INPUTS,
-    },
-    "gpt_oss": {
-        **_ATTENTION,
-        "self_attn.o_proj": Kind.INPUTS,
-        "self_attn.sinks": (Kind.OUTPUTS, 0),
-        "mlp.experts.gate_up_proj": (Kind.PAIRS, 2),
-        "mlp.experts.gate_up_proj_bias": (Kind.PAIRS, 1),
-        "mlp.experts.down_proj": (Kind.INPUTS, 1),
-        "mlp.experts.down_proj_bias": (Kind.ONCE, 1),
-        "mlp.experts": Kind.SUM,
-    },
-    "granitemoe": _GRANITE_MOE,
-    "granitemoeshared": _GRANITE_MOE,
-    "mpt": {
-        "attn.Wqkv": Kind.QKV,
-        "attn.out_proj": Kind.INPUTS,
-        "ffn.up_proj": Kind.OUTPUTS,
-        "ffn.down_proj": Kind.INPUTS,
-    },
-    "opt": {**_ATTENTION, "self_attn.out_proj": Kind.INPUTS, "fc1": Kind.OUTPUTS, "fc2": Kind.INPUTS},
-    "phi3": {
-        "self_attn.qkv_proj": Kind.QKV,
-        "self_attn.o_proj": Kind.INPUTS,
-        "mlp.gate_up_proj": Kind.HALVES,
-        "mlp.down_proj": Kind.INPUTS,
-    },
-    "phimoe": {f"mlp.experts{name}": kind for name, kind in _OF_EXPERTS.items()},
-}
-# Families with layers without attention, which are split as their classes have it: what is around those layers.
-_BY_NAME: Plan = {
-    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), Kind.OUTPUTS),
-    **dict.fromkeys(("down_proj", "w2"), Kind.INPUTS),
-}
-_OF_HEADS: Plan = {
-    **dict.fromkeys(("q_proj", "g_proj"), Kind.OUTPUTS),
-    **dict.fromkeys(("k_proj", "v_proj"), Kind.KV),
-    **dict.fromkeys(("o_proj", "out_proj"), Kind.INPUTS),
-}
-_BLOCKS = (
-    "mlp",
-    "feed_forward",
-    "mlp_block",
-    "mixer",
-    "mlp.shared_expert",
-    "mlp.shared_experts",
-    "mixer.shared_experts",
-)
-_MIXED: Plan = {
-    **{f"{outer}.{name}": kind for outer in _BLOCKS for name, kind in _BY_NAME.items()},
-    **{
-        f"{outer}.experts{name}": kind for outer in (*_BLOCKS, "block_sparse_moe") for name, kind in _OF_EXPERTS.items()
-    },
-    "shared_mlp.input_linear": Kind.HALVES,
-    "shared_mlp.output_linear": Kind.INPUTS,
-}
-_MIXED_ATTENTION: Plan = {
-    f"{outer}.{name}": kind for outer in ("self_attn", "mixer", "temporal_block") for name, kind in _OF_HEADS.items()
-}
-# Their attention joins all heads, and each rank computes all of it.
-_WHOLE_ATTENTION = frozenset({"olmo_hybrid", "kimi_linear", "bailing_hybrid"})
-_IN_LAYERS = "layers.*."  # prefix of the names in transformers' plans
+_EXPERTS_OF_PAIRS: Mapping[str, Way] = {
+    "": Kind.SUM, ".gate_up_proj": (Kind.PAIRS, 2), ".gate_up_proj_bias": (Kind.PAIRS, 1),
+    ".down_proj": (Kind.INPUTS, 1), ".down_proj_bias": (Kind.ONCE, 1),
+}  # fmt: skip
+# What transformers' own plans have for families that are not described here; embeddings and heads are not split.
+_IN_LAYERS = "layers.*."
 _WHOLE = {"replicated_with_grad_allreduce", "replicate"}
 _KINDS = {
     "colwise": Kind.OUTPUTS,
@@ -122,7 +49,7 @@ _KINDS = {
     "rowwise_split_input": Kind.INPUTS,
     "moe_tp_experts": Kind.SUM,
 }
-_FUSED = {"gate_up_proj": Kind.HALVES}  # transformers gathers its results, because its split ignores the halves
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of an expert, for which such a plan has an asterisk
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,43 +110,84 @@ def num_kv_heads(config: Any) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def plan_of(config: Any) -> dict[re.Pattern[str], Kind | tuple[Kind, int]]:
-    """Return the family's plan, by patterns of names within a layer.
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """The split of a family's decoder layers.
 
-    Raises:
-        ModelError: There is no plan, or it has a style that is not supported.
+    Attributes:
+        ways: How modules and weights are split, by name within a layer. Others are whole on each rank.
+        head_norms: Names of the norms of queries and keys in an attention module.
     """
-    config = config.get_text_config()
-    family = config.model_type
-    if LAYER_TYPES.intersection(getattr(config, "layer_types", None) or ()):
-        mixed = _MIXED if family in _WHOLE_ATTENTION else {**_MIXED, **_MIXED_ATTENTION}
-        return {re.compile(re.escape(name)): kind for name, kind in mixed.items()}
-    plan = _OWN.get(family) or _translated(family, getattr(config, "base_model_tp_plan", None) or {})
-    if not plan:
-        raise _refusal(family, "it has no plan for that")
-    return {re.compile(re.escape(name).replace(r"\*", r"\d+")): kind for name, kind in plan.items()}
+
+    ways: Mapping[str, Way]
+    head_norms: tuple[str, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: Any) -> "SplitPlan":
+        """Return the plan that follows from the structure of the family's layers, or transformers' own.
+
+        Raises:
+            ModelError: There is no plan, or it has a style that is not supported.
+        """
+        config = config.get_text_config()
+        if (kind := structure_of(config)) is not None:
+            return cls({name: way for part in kind.parts for name, way in _ways_of(part).items()}, kind.head_norms)
+        ways = _translated(config.model_type, getattr(config, "base_model_tp_plan", None) or {})
+        if not ways:
+            raise _refusal(config.model_type, "it has no plan for that")
+        return cls(ways)
+
+    def way(self, name: str) -> Way | None:
+        """Return how a module or a weight is split, by its name within a layer."""
+        return self.ways.get(name) or self.ways.get(_NUMBER.sub("*", name))
 
 
-def _translated(family: str, theirs: Mapping[str, str]) -> Plan:
-    plan: dict[str, Kind | tuple[Kind, int]] = {}
+def _ways_of(part: PartKind) -> Mapping[str, Way]:
+    """Return how the modules and weights of a part are split, by name within a layer."""
+    if part.between in ("recurrence", "inputs"):  # a recurrence knows its blocks; projections of inputs are narrow
+        return {}
+    if part.between == "experts":
+        ways = _EXPERTS_OF_PAIRS if part.layout == "pairs" else _EXPERTS
+        return {f"{part.output}{name}": way for name, way in ways.items()}
+    if part.between == "attention":
+        return {**_ways_of_heads(part), part.output: Kind.INPUTS}
+    is_joined = part.between == "halves" and len(part.inputs) == 1
+    return {**dict.fromkeys(part.inputs, Kind.HALVES if is_joined else Kind.OUTPUTS), part.output: Kind.INPUTS}
+
+
+def _ways_of_heads(part: PartKind) -> Mapping[str, Way]:
+    if len(part.inputs) == 1:
+        return {part.inputs[0]: Kind.GROUPS if part.layout == "groups" else Kind.QKV}
+    queries, keys, values, *gates = part.inputs
+    sinks = f"{queries.rpartition('.')[0]}.sinks"
+    return {
+        **dict.fromkeys((queries, *gates), Kind.OUTPUTS),
+        **dict.fromkeys((keys, values), Kind.KV),
+        sinks: (Kind.OUTPUTS, 0),
+    }
+
+
+def _translated(family: str, theirs: Mapping[str, str]) -> Mapping[str, Way]:
+    """Return transformers' plan of a family, by name within a layer."""
+    ways: dict[str, Way] = {}
     for name, style in theirs.items():
         if not name.startswith(_IN_LAYERS) or style in _WHOLE:
-            continue  # embeddings and heads are not split
+            continue
         own = name.removeprefix(_IN_LAYERS)
-        last = own.rpartition(".")[2]
+        outer, _, last = own.rpartition(".")
         if style == "packed_colwise":  # a stack of matrices, one for each expert
-            plan[own] = (Kind.HALVES, 1)
-        elif style == "rowwise" and f"{name.rpartition('.')[0]}" in theirs:
-            plan[own] = (Kind.INPUTS, 2)
+            ways[own] = (Kind.HALVES, 1)
+        elif style == "rowwise" and f"{_IN_LAYERS}{outer}" in theirs:
+            ways[own] = (Kind.INPUTS, 2)
         elif style == "colwise" and last in ("k_proj", "v_proj"):
-            plan[own] = Kind.KV
+            ways[own] = Kind.KV
         elif style in _KINDS:
-            plan[own] = _KINDS[style]
-        elif last in _FUSED and style in ("colwise_gather_output", "colwise_rep"):
-            plan[own] = _FUSED[last]
+            ways[own] = _KINDS[style]
+        elif last == "gate_up_proj" and style in ("colwise_gather_output", "colwise_rep"):
+            ways[own] = Kind.HALVES  # they gather its results, because their split ignores the halves
         else:
             raise _refusal(family, f"{own} would be {style}")
-    return plan
+    return ways
 
 
 def _refusal(family: str, why: str) -> ModelError:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from specinfer.core.errors import ModelError
 from specinfer.model.linears import layer_names
@@ -19,7 +18,8 @@ from specinfer.model.offload.meta_weights import Cut, LinearCut, MetaWeight
 from specinfer.model.quantized_experts import can_quantize_experts
 from specinfer.model.recurrent.layers import is_recurrent
 from specinfer.model.recurrent.mixer import Block
-from specinfer.model.sharding.split_plan import Heads, Kind, plan_of
+from specinfer.model.sharding.joined_norm import JoinedNorm
+from specinfer.model.sharding.split_plan import Heads, Kind, SplitPlan
 from specinfer.ops.quantization import BITS
 from specinfer.ops.quantized_weight import GROUP_SIZES
 from specinfer.parallel.group import Group
@@ -72,8 +72,8 @@ def split_layers(
             continue
         if split.module(own, module):
             sums.append(name)
-        if any(split.kind(f"{own}.{child}") in _BY_HEADS for child, _ in module.named_children()):
-            split.count_heads(module)
+        if any(split.plan.way(f"{own}.{child}") in _BY_HEADS for child, _ in module.named_children()):
+            sums += [f"{name}.{norm}" for norm in split.attention(module)]
     if isinstance(bias := getattr(model, "key_bias", None), Tensor):  # [heads, positions]
         model.key_bias = bias[split.heads.query.start : split.heads.query.stop].clone()
     cuts = {name: split.cuts[module] for name, module in model.named_modules() if module in split.cuts}
@@ -103,22 +103,18 @@ class _Splitter:
         self._rounds_experts = rounds_experts
         self.rank, self.size = group.rank, group.size
         self.heads = Heads.from_config(config, group.rank, group.size)
-        self._plan = plan_of(config)
+        self.plan = SplitPlan.from_config(config)
         self._group_size = GROUP_SIZES[BITS[quantization]] if quantization in BITS else None
         self._configs: dict[int, Any] = {}
         self.cuts: dict[nn.Module, LinearCut] = {}
 
-    def kind(self, own: str) -> Kind | tuple[Kind, int] | None:
-        """Return the kind that the plan gives to a name within a layer, or None."""
-        return next((kind for pattern, kind in self._plan.items() if pattern.fullmatch(own)), None)
-
     def module(self, own: str, module: nn.Module) -> bool:
         """Cut a module's own weights, and return whether its results have to be summed over the ranks."""
-        kind = self.kind(own)
+        kind = self.plan.way(own)
         for name, tensor in list(module.named_parameters(recurse=False)):
-            found = self.kind(f"{own}.{name}")
-            if isinstance(found, tuple):
-                self._bare(f"{own}.{name}", module, name, tensor, *found)
+            way = self.plan.way(f"{own}.{name}")
+            if isinstance(way, tuple):
+                self._bare(f"{own}.{name}", module, name, tensor, *way)
         if kind is None or kind is Kind.SUM:
             return kind is Kind.SUM
         assert isinstance(kind, Kind)
@@ -177,8 +173,22 @@ class _Splitter:
             )
         return size // self.size
 
-    def count_heads(self, attention: Any) -> None:
-        """Set the numbers of heads in an attention module to those of this rank."""
+    def attention(self, attention: Any) -> list[str]:
+        """Set the numbers of heads in an attention module to those of this rank, and cut norms over all heads.
+
+        Returns:
+            The names of these norms, which ranks compute together.
+        """
+        self._count_heads(attention)
+        norms = [name for name in self.plan.head_norms if getattr(attention, name, None) is not None]
+        spans_heads = any(len(getattr(attention, name).weight) > attention.head_dim for name in norms)
+        for name, part in zip(norms, (self.heads.query, self.heads.kv), strict=True) if spans_heads else ():
+            norm = JoinedNorm(getattr(attention, name), self.size)
+            _cut(norm, "weight", Cut(0, (_times(part, attention.head_dim),)))
+            setattr(attention, name, norm)
+        return norms if spans_heads else []
+
+    def _count_heads(self, attention: Any) -> None:
         heads = self.heads
         width = heads.num_query * int(getattr(attention, "head_dim", 0))
         counted = (
@@ -291,25 +301,3 @@ def _cut_outputs(layer: Any, cut: Cut) -> None:
 def _cut(module: nn.Module, name: str, cut: Cut) -> None:
     tensor = getattr(module, name)
     set_tensor(module, name, tensor.part(cut) if isinstance(tensor, MetaWeight) else cut.taken_from(tensor.detach()))
-
-
-class JoinedNorm(nn.Module):
-    """A rank's part of an RMS norm, which may multiply by an activated gate first; ranks add up their squares.
-
-    Args:
-        norm: The whole norm.
-
-    Attributes:
-        all_reduce: Function that returns the sum of a tensor over all ranks.
-    """
-
-    def __init__(self, norm: Any, size: int) -> None:
-        super().__init__()
-        self.weight, self.eps, self.whole = norm.weight, norm.variance_epsilon, len(norm.weight)
-        self.all_reduce: Callable[[Tensor], Tensor] = lambda squares: squares * size
-
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        hidden = x.float() if gate is None else x.float() * functional.silu(gate.float())
-        squares = self.all_reduce(hidden.pow(2).sum(dim=-1, keepdim=True))
-        normed: Tensor = self.weight * (hidden * torch.rsqrt(squares / self.whole + self.eps)).to(x.dtype)
-        return normed

@@ -16,6 +16,8 @@ from specinfer.ops.cpu.linear_call import Ending, LinearCall
 from specinfer.ops.cpu.low_rank import AdapterRuns
 from specinfer.ops.cpu.recurrent_layer import RecurrentCall, RecurrentParts
 
+AllReduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks
+NormOverRanks = Callable[[Tensor, AllReduce], None]  # changes [tokens, columns] outputs of a linear layer in place
 Mixer = AttentionCall | RecurrentCall | None  # what mixes the tokens of a part on one cache
 
 
@@ -93,7 +95,7 @@ class LayerPass:
     pieces: NativePieces
     tables: tuple[Tensor, Tensor]
     hidden: Tensor
-    sum_over_ranks: Callable[[Tensor], Tensor]
+    sum_over_ranks: AllReduce
     runs: AdapterRuns | None
 
 
@@ -101,6 +103,9 @@ class PartCall:
     """A part of a decoder layer: a norm, a linear layer, what lies between, and another, added to the hidden states.
 
     Copies of a model share this object.
+
+    Attributes:
+        norm_over_ranks: Norms outputs of the first linear layer that ranks norm together, or None if there are none.
 
     Args:
         linears: The two linear layers. Of experts the router, which is all.
@@ -129,6 +134,7 @@ class PartCall:
         self.between, self.norm, self.eps, self.adds = between, norm, eps, adds
         self.scales, self.factor, self.gate, self.skips_norm = scales, factor, gate, skips_norm
         self.is_split = True  # whether ranks with shards of the layer add up its results
+        self.norm_over_ranks: NormOverRanks | None = None
         self.experts = between if isinstance(between, ExpertsCall) else None
         assert (self.second is None) == (self.experts is not None)
         assert not skips_norm or (norm is None and self.experts is None)
@@ -185,6 +191,8 @@ class PartCall:
             self._run_experts(within, inputs)
             return
         rows = self.first(inputs, None, self.ending, within.runs)
+        if self.norm_over_ranks is not None:
+            self.norm_over_ranks(rows, within.sum_over_ranks)
         result = rows if self.is_opened_at_once else torch.empty(len(within.hidden), self.second.panels.inputs)
         room = torch.empty(within.pieces.num_scanned * self.scan_floats)
         places = (tensor.data_ptr() for tensor in (*within.tables, rows, result, room))
@@ -205,7 +213,7 @@ class PartCall:
         run_parts(places, within.pieces, added, None, None, inputs)
         hidden += sum_over_ranks(added)
 
-    def _sum_of(self, within: LayerPass) -> Callable[[Tensor], Tensor] | None:
+    def _sum_of(self, within: LayerPass) -> AllReduce | None:
         return within.sum_over_ranks if self.is_split else None
 
     def _add(self, within: LayerPass, x: Tensor) -> None:
