@@ -15,7 +15,7 @@ from specinfer.core.lookups import SelfKind
 from specinfer.model.load import load_model
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.planning.device_costs import StepCosts, StepDesign
-from specinfer.planning.device_plan import run_device_plan
+from specinfer.planning.device_plan import DevicePlan, run_device_plan
 from specinfer.planning.options import ACCELERATORS, Accelerator, PlanConfig
 from specinfer.planning.target_shape import TargetShape
 from specinfer.policy.offload_choice import BYTES_PER_WEIGHT
@@ -25,6 +25,11 @@ SHAPE = TargetShape(10, 100, 4, 2, 9000, 2 * 100 * 50, 10_000, 2.0)
 DEVICE = Accelerator("a GPU", bandwidth=1e6, flops=1e7, memory=1e6)
 EXACT = StepDesign(layer_kernel_seconds=1e-3, kernel_seconds=1e-3, read_share=1.0, compute_share=1.0)
 RATES = (0.7, 0.1, 0.05)
+
+
+@pytest.fixture(scope="module")
+def plan() -> DevicePlan:
+    return run_device_plan(PlanConfig("demo", device="h100", grow="7b", acceptance=RATES))
 
 
 def costs(context: int = 1, design: StepDesign = EXACT) -> StepCosts:
@@ -136,12 +141,11 @@ def test_states_are_counted_in_the_definition_of_a_folder(
     assert shape.slot_numbers == channels
 
 
-def test_trees_shrink_with_the_batch_and_beat_chains_everywhere() -> None:
-    report = run_device_plan(PlanConfig("demo", device="h100", grow="7b", acceptance=RATES))
-    nodes = [one.choice.num_nodes for one in report.choices]
+def test_trees_shrink_with_the_batch_and_beat_chains_everywhere(plan: DevicePlan) -> None:
+    nodes = [one.choice.num_nodes for one in plan.choices]
     assert nodes == sorted(nodes, reverse=True)
     assert nodes[0] > nodes[-2] > nodes[-1] == 0, "a step has at most 256 rows"
-    for one in report.choices:
+    for one in plan.choices:
         choice = one.choice
         assert choice.num_requests * (1 + choice.num_nodes) <= 256
         assert one.step_ms == pytest.approx(
@@ -149,19 +153,18 @@ def test_trees_shrink_with_the_batch_and_beat_chains_everywhere() -> None:
         )
         assert one.step_ms >= one.pass_ms + choice.num_levels * one.level_ms
         assert one.choice.speedup >= 0.99 * max(*one.chains, 1.0)
-    assert report.changes["4 kernels a layer"][0] > 1.0 > report.changes["142 kernels a draft level"][0]
+    assert plan.changes["4 kernels a layer"][0] > 1.0 > plan.changes["142 kernels a draft level"][0]
 
 
-def test_the_tables_in_the_docs_are_what_is_predicted() -> None:
-    report = run_device_plan(PlanConfig("demo", device="h100", grow="7b", acceptance=RATES))
+def test_the_tables_in_the_docs_are_what_is_predicted(plan: DevicePlan) -> None:
     text = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
-    for one in report.choices:
+    for one in plan.choices:
         choice = one.choice
         tree = f"{choice.num_nodes}/{choice.num_levels}" if choice.num_nodes else "off"
         times = " | ".join(f"{time:.2f}" for time in (one.pass_ms, one.level_ms, one.step_ms))
         speeds = " | ".join(f"{speed:.2f}" for speed in (choice.speedup, *one.chains))
         assert f"| {choice.num_requests} | {times} | {tree} | {choice.tokens_per_second:.0f} | {speeds} |\n" in text
-    for name, gains in report.changes.items():
+    for name, gains in plan.changes.items():
         assert f"| {name} | {' | '.join(f'{gain:.2f}' for gain in gains)} |\n" in text
 
 

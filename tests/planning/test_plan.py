@@ -1,9 +1,7 @@
-"""The plan and the measured costs it rests on: kept between runs, never trusted blindly."""
+"""The plan: trees by batch size, from measured costs and acceptance, and drafters for streamed targets."""
 
 import io
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,8 @@ from specinfer.bench.models import find_models
 from specinfer.cli.app import app
 from specinfer.core.config import OffloadConfig
 from specinfer.core.sampling import SamplingParams
-from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.llm import LLM
 from specinfer.model.offload.stream import Stream
-from specinfer.model.runner import ModelRunner
 from specinfer.planning import plan
 from specinfer.planning.offload_plan import offload_choices
 from specinfer.planning.options import PlanConfig
@@ -26,11 +22,10 @@ from specinfer.planning.plan import run_plan
 from specinfer.planning.plan_table import bar, plot_plan, print_plan
 from specinfer.policy import cost_cache
 from specinfer.policy.acceptance import AcceptanceModel, expected_tokens
-from specinfer.policy.cost_cache import MAX_AGE, cached_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from specinfer.policy.streamed_costs import Pass, StreamedCurve
-from tiny import VOCAB, save_model
+from tiny import save_model
 
 PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 CHEAP = CostModel(Curve((1, 512), (1.0, 1.0)), Curve((1, 64), (0.01, 0.01)), 0.001)  # passes of any size alike
@@ -62,101 +57,10 @@ def make_config(folders: tuple[str, str], **changes: Any) -> PlanConfig:
     return PlanConfig(**(options | changes))
 
 
-@pytest.fixture
-def pair(runner_of: Callable[..., ModelRunner]) -> tuple[ModelRunner, MergedDrafter]:
-    runner = runner_of()
-    drafter = make_drafter([runner, "ngram"], VOCAB)
-    assert drafter is not None
-    return runner, drafter
-
-
-def kept(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "cache" / "specinfer").glob("costs-*.json"))
-
-
-# ------------------------------------------------------------------------------------------- costs that are kept
-
-
-def test_costs_are_measured_once(tmp_path: Path, pair: tuple[ModelRunner, MergedDrafter]) -> None:
-    first, second = cached_costs(*pair), cached_costs(*pair)
-    assert first.as_dict() == second.as_dict() == CHEAP.as_dict()
-    assert len(MEASURED) == 1
-    assert len(kept(tmp_path)) == len(list((tmp_path / "cache" / "specinfer").iterdir())) == 1  # no partial files
-    first.target.observe(1, 5.0)  # a run that goes on learning changes nothing for the next
-    assert cached_costs(*pair).as_dict() == CHEAP.as_dict()
-    cached_costs(*pair, fresh=True)
-    assert len(MEASURED) == 2
-
-
-def test_another_situation_is_measured_for_itself(
-    pair: tuple[ModelRunner, MergedDrafter], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cached_costs(*pair)
-    cached_costs(pair[0], make_drafter(["ngram"], VOCAB))  # type: ignore[arg-type]
-    monkeypatch.setattr(cost_cache, "device_name", lambda device: "another machine")
-    cached_costs(*pair)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 99)
-    cached_costs(*pair)
-    assert len(MEASURED) == len(kept(tmp_path)) == 4
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda stored: "",
-        lambda stored: "[1]",
-        lambda stored: "{",
-        lambda stored: json.dumps(stored | {"costs": {}}),
-        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"target": [[2, 1], [1.0, 1.0]]}}),
-        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"target": [[1, 2], [1.0]]}}),
-        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"target": [[], []]}}),
-        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"draft_level": [[1], [float("nan")]]}}),
-        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"read_token": -1}}),
-        lambda stored: json.dumps(stored | {"situation": {}}),
-        lambda stored: json.dumps(stored | {"time": time.time() - MAX_AGE - 1}),
-        lambda stored: json.dumps(stored | {"time": time.time() + 1000}),
-    ],
-)
-def test_a_file_that_is_damaged_or_old_is_replaced(
-    tmp_path: Path, pair: tuple[ModelRunner, MergedDrafter], damage: Callable[[dict[str, Any]], str]
-) -> None:
-    cached_costs(*pair)
-    (path,) = kept(tmp_path)
-    good = json.loads(path.read_text())
-    path.write_text(damage(good))
-    assert cached_costs(*pair).as_dict() == CHEAP.as_dict()
-    assert len(MEASURED) == 2
-    assert json.loads(path.read_text())["costs"] == good["costs"]
-
-
-def test_where_nothing_can_be_kept_costs_are_still_measured(
-    tmp_path: Path, pair: tuple[ModelRunner, MergedDrafter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert cached_costs(*pair).as_dict() == CHEAP.as_dict()
-    assert len(MEASURED) == 1
-
-
-def test_what_a_busy_machine_gave_is_not_kept(
-    tmp_path: Path, pair: tuple[ModelRunner, MergedDrafter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(*_: object, **__: object) -> CostModel:
-        time.sleep(0.2)  # as if others had the processor
-        return CHEAP
-
-    monkeypatch.setattr(cost_cache, "measure_costs", slow)
-    assert cached_costs(*pair) is CHEAP
-    assert not kept(tmp_path)
-
-
 def test_auto_uses_what_was_kept(folders: tuple[str, str]) -> None:
     for _ in range(2):
         LLM(folders[0], drafters=[folders[1]], device="cpu")
     assert len(MEASURED) == 1
-
-
-# ------------------------------------------------------------------------------------------- the plan
 
 
 def test_a_good_drafter_gets_deep_trees_and_a_bad_one_none(folders: tuple[str, str]) -> None:
@@ -190,12 +94,6 @@ def test_remeasuring(folders: tuple[str, str]) -> None:
     for remeasure in (False, False, True):
         run_plan(make_config(folders, acceptance=(0.5,), remeasure=remeasure))
     assert len(MEASURED) == 2
-
-
-def test_assumed_acceptance_has_bounds() -> None:
-    assert AcceptanceModel.assumed((0.5, 0.2)).by_rank().tolist() == [0.5, 0.2]
-    assert AcceptanceModel.assumed((1.0,)).by_rank().tolist() == [0.98]
-    assert AcceptanceModel.assumed((0.0,)).by_rank().tolist() == [0.0]
 
 
 def test_what_is_written_and_shown(folders: tuple[str, str], tmp_path: Path) -> None:
@@ -240,6 +138,7 @@ def test_bars() -> None:
         ({"drafters": ()}, "drafters: empty"),
         ({"plot": "x.bmp"}, "plot: x.bmp must end in one of"),
         ({"json": "."}, "json: . cannot be written"),
+        ({"memory_budget": "2GiB"}, "memory_budget: it is for targets that are streamed"),
     ],
 )
 def test_bad_input_is_refused_before_the_long_work(
@@ -282,6 +181,11 @@ def test_the_command_prints_the_plan(folders: tuple[str, str], capsys: pytest.Ca
 # ------------------------------------------------------------------------------------ targets that are streamed
 
 
+def _stream_all_but(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this much of a target stay in memory; all of so small a one would."""
+    monkeypatch.setattr(Stream, "settle", lambda self, _num_bytes, real=Stream.settle: real(self, num_bytes))
+
+
 def test_bytes_read_by_a_pass_of_a_streamed_target_are_reported(
     folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,9 +195,7 @@ def test_bytes_read_by_a_pass_of_a_streamed_target_are_reported(
         return CostModel(curve, Curve((1, 64), (0.01, 0.01)))
 
     monkeypatch.setattr(cost_cache, "measure_costs", measure)
-    monkeypatch.setattr(
-        Stream, "settle", lambda self, _num_bytes, real=Stream.settle: real(self, 0)
-    )  # so small a model would stay
+    _stream_all_but(0, monkeypatch)
     target = str(save_model(tmp_path / "deep", num_hidden_layers=5))
     config = make_config(folders, model=target, offload="disk", acceptance=(0.7, 0.1), json=tmp_path / "plan.json")
     report = run_plan(config)
@@ -322,7 +224,7 @@ def test_bytes_read_by_a_pass_of_a_streamed_target_are_reported(
 def test_a_budget_that_streams_the_embedded_target_shows_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Stream, "settle", lambda self, _num_bytes, real=Stream.settle: real(self, 3_000_000))
+    _stream_all_but(3_000_000, monkeypatch)
     words = ["plan", "demo", "--offload", "disk", "--offload-folder", str(tmp_path / "packed"), "--acceptance", "0.6"]
     with pytest.raises(SystemExit) as ended:
         app([*words, "--json", str(tmp_path / "plan.json")])
@@ -340,19 +242,12 @@ def test_a_budget_that_streams_the_embedded_target_shows_a_plan(
     assert max(len(line) for line in said.splitlines() if not line.startswith("specinfer ")) <= 80
 
 
-def test_a_budget_without_offloading_is_refused(folders: tuple[str, str]) -> None:
-    with pytest.raises(ValueError, match="memory_budget: it is for targets that are streamed"):
-        make_config(folders, memory_budget="2GiB")
-
-
 @pytest.mark.parametrize("family", ["llama", "granitemoehybrid", "qwen3_moe"])
 def test_a_copy_takes_the_memory_that_the_plan_of_a_streamed_target_expects(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts are not rounded, and layers differ in size."""
-    monkeypatch.setattr(
-        Stream, "settle", lambda self, _num_bytes, real=Stream.settle: real(self, 0)
-    )  # so small a model would stay
+    _stream_all_but(0, monkeypatch)
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
     if family == "granitemoehybrid":
         types = ["mamba", "attention", "mamba", "mamba", "attention"]

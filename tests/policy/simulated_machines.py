@@ -88,6 +88,28 @@ def roofline_costs(bandwidth: float, flops: float, weights: float = 1e9) -> Cost
     return CostModel(target, draft, read_token=level / 8, draft_start=0.002)
 
 
+class BusyClock:
+    """A clock on which work takes up to three times as long in bursts of other load, of some tens of milliseconds."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = self._until = 0.0
+        self.random = np.random.default_rng(seed)
+        self._is_busy, self._factor = False, 1.0
+
+    def work(self, seconds: float) -> float:
+        """Do work of so many seconds without other load; return those that it took."""
+        started = self.now
+        while seconds > 0.0:
+            while self.now >= self._until:
+                self._is_busy = not self._is_busy
+                self._factor = self.random.uniform(1.3, 3.0) if self._is_busy else 1.0
+                self._until += self.random.exponential(0.04 if self._is_busy else 0.06)
+            part = min(seconds * self._factor, self._until - self.now)
+            self.now += part
+            seconds -= part / self._factor
+        return self.now - started
+
+
 # Bytes and operations per second: an older and a newer CPU with two cores, and one with matrix units.
 MACHINES = {"31 GB/s": (31e9, 0.39e12), "48 GB/s": (48e9, 0.8e12), "80 GB/s with matrix units": (80e9, 6e12)}
 

@@ -103,3 +103,9 @@ def test_a_text_begins_with_what_came_true_of_the_easiest_ones_before() -> None:
         read(0.9)
     assert read(0.1, num_trees=3) == pytest.approx(0.9)
     assert read(0.1) == pytest.approx(0.9), "a text with few drafts teaches nothing"
+
+
+def test_assumed_acceptance_has_bounds() -> None:
+    assert AcceptanceModel.assumed((0.5, 0.2)).by_rank().tolist() == [0.5, 0.2]
+    assert AcceptanceModel.assumed((1.0,)).by_rank().tolist() == [0.98]
+    assert AcceptanceModel.assumed((0.0,)).by_rank().tolist() == [0.0]

@@ -1,62 +1,138 @@
-"""Stored costs: measured once for each target, drafter and machine."""
+"""Stored costs: measured once for each target, drafter and machine, and never trusted blindly."""
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specinfer.drafters import make_drafter
+from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.model.runner import ModelRunner
 from specinfer.policy import cost_cache, cost_measurement
+from specinfer.policy.cost_cache import MAX_AGE, cached_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from tests.policy.simulated_machines import StreamedTarget
 from tiny import VOCAB, resized
 
-FEW = (1, 2, 4, 8, 16, 32, 64)
+COSTS = CostModel(Curve((1, 512), (1.0, 1.0)), Curve((1, 64), (0.01, 0.01)), 0.001)
+Pair = tuple[ModelRunner, MergedDrafter]
 
 
-def flat(seconds: float, sizes: Sequence[int] = FEW) -> Curve:
-    return Curve(sizes, [seconds] * len(sizes))
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_costs_are_measured_once_for_each_situation(
-    runner_of: Callable[..., ModelRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = []
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The targets that were measured, of which nothing is timed."""
+    targets: list[object] = []
 
-    def measure(target: ModelRunner, drafter: object, **_: object) -> CostModel:
-        measured.append(target)
-        return CostModel(flat(float(len(measured))), flat(0.1))
+    def measure(target: object, *_: object, **__: object) -> CostModel:
+        targets.append(target)
+        return CostModel.from_dict(COSTS.as_dict())
 
     monkeypatch.setattr(cost_cache, "measure_costs", measure)
-    target, drafter = resized(runner_of("llama"), 400), make_drafter(["ngram"], VOCAB)
+    return targets
+
+
+@pytest.fixture
+def pair(runner_of: Callable[..., ModelRunner]) -> Pair:
+    drafter = make_drafter(["suffix", "ngram"], VOCAB)
     assert drafter is not None
+    return resized(runner_of("llama"), 400), drafter
 
-    def seconds(target: ModelRunner = target, *, fresh: bool = False) -> float:
-        return float(cost_cache.cached_costs(target, drafter, fresh=fresh).target(1))
 
-    assert [seconds(), seconds(), seconds(fresh=True), seconds()] == [1.0, 1.0, 2.0, 2.0]
-    assert seconds(resized(runner_of("gpt2"), 400)) == 3.0, "another target is another situation"
-    assert seconds() == 2.0
-    for path in tmp_path.rglob("costs-*.json"):
-        path.write_text('{"costs": 3}')
-    assert [seconds(), seconds()] == [4.0, 4.0], "a file that cannot be used is replaced"
+def kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "specinfer").glob("costs-*.json"))
+
+
+def test_costs_are_measured_once(tmp_path: Path, pair: Pair, measured: list[object]) -> None:
+    first, second = cached_costs(*pair), cached_costs(*pair)
+    assert first.as_dict() == second.as_dict() == COSTS.as_dict()
+    assert len(measured) == 1
+    assert len(kept(tmp_path)) == len(list((tmp_path / "cache" / "specinfer").iterdir())) == 1  # no partial files
+    first.target.observe(1, 5.0)  # a run that goes on learning changes nothing for the next
+    assert cached_costs(*pair).as_dict() == COSTS.as_dict()
+    cached_costs(*pair, fresh=True)
+    assert len(measured) == 2
+
+
+def test_another_situation_is_measured_for_itself(
+    pair: Pair,
+    measured: list[object],
+    runner_of: Callable[..., ModelRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    cached_costs(*pair)
+    cached_costs(resized(runner_of("gpt2"), 400), pair[1])
+    cached_costs(pair[0], make_drafter(["ngram"], VOCAB))  # type: ignore[arg-type]
+    monkeypatch.setattr(cost_cache, "device_name", lambda device: "another machine")
+    cached_costs(*pair)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 99)
+    cached_costs(*pair)
+    assert len(measured) == len(kept(tmp_path)) == 5
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda stored: "",
+        lambda stored: "[1]",
+        lambda stored: "{",
+        lambda stored: json.dumps(stored | {"costs": {}}),
+        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"target": [[2, 1], [1.0, 1.0]]}}),
+        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"target": [[1, 2], [1.0]]}}),
+        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"target": [[], []]}}),
+        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"draft_level": [[1], [float("nan")]]}}),
+        lambda stored: json.dumps(stored | {"costs": stored["costs"] | {"read_token": -1}}),
+        lambda stored: json.dumps(stored | {"situation": {}}),
+        lambda stored: json.dumps(stored | {"time": time.time() - MAX_AGE - 1}),
+        lambda stored: json.dumps(stored | {"time": time.time() + 1000}),
+    ],
+)
+def test_a_file_that_is_damaged_or_old_is_replaced(
+    tmp_path: Path, pair: Pair, measured: list[object], damage: Callable[[dict[str, Any]], str]
+) -> None:
+    cached_costs(*pair)
+    (path,) = kept(tmp_path)
+    good = json.loads(path.read_text())
+    path.write_text(damage(good))
+    assert cached_costs(*pair).as_dict() == COSTS.as_dict()
+    assert len(measured) == 2
+    assert json.loads(path.read_text())["costs"] == good["costs"]
+
+
+def test_where_nothing_can_be_kept_costs_are_still_measured(
+    tmp_path: Path, pair: Pair, measured: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert [seconds(), seconds()] == [5.0, 6.0], "where nothing can be kept it is measured each time"
+    for number in (1, 2):
+        assert cached_costs(*pair).as_dict() == COSTS.as_dict()
+        assert len(measured) == number
 
 
-def test_how_much_is_streamed_is_part_of_the_situation(
-    runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, drafter = resized(runner_of("llama"), 400), make_drafter(["ngram"], VOCAB)
-    assert drafter is not None
+def test_what_a_busy_machine_gave_is_not_kept(tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: object, **__: object) -> CostModel:
+        time.sleep(0.2)  # as if others had the processor
+        return COSTS
+
+    monkeypatch.setattr(cost_cache, "measure_costs", slow)
+    assert cached_costs(*pair) is COSTS
+    assert not kept(tmp_path)
+
+
+def test_how_much_is_streamed_is_part_of_the_situation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = pair
     held = cost_cache._situation(target, drafter)
     found = []
     for num_bytes in (0, 10**9, int(1.01 * 10**9), 2 * 10**9):
@@ -67,12 +143,8 @@ def test_how_much_is_streamed_is_part_of_the_situation(
     assert found[0] == held != found[1] == found[2] != found[3]
 
 
-def test_costs_of_a_target_that_waits_for_its_weights_are_kept(
-    runner_of: Callable[..., ModelRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    target, drafter = resized(runner_of("llama"), 400), make_drafter(["ngram"], VOCAB)
-    assert drafter is not None
+def test_costs_of_a_target_that_waits_for_its_weights_are_kept(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = pair
     stream = StreamedTarget(0.001)
     monkeypatch.setattr(target, "loaded", replace(target.loaded, stream=stream))
     monkeypatch.setattr(cost_cache.time, "perf_counter", lambda: stream.now)
@@ -80,43 +152,39 @@ def test_costs_of_a_target_that_waits_for_its_weights_are_kept(
 
     def measure(*_: object, **__: object) -> CostModel:
         stream.run(1)
-        return CostModel(flat(4.0), flat(0.1))
+        return COSTS
 
     monkeypatch.setattr(cost_cache, "measure_costs", measure)
     for _ in range(3):
-        cost_cache.cached_costs(target, drafter)
+        cached_costs(target, drafter)
     assert stream.sizes == [1]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the time of other processes is unknown there")
 @pytest.mark.parametrize("num_idle", [0.0, 1.0])
 def test_costs_are_kept_though_kernels_were_compiled_meanwhile(
-    num_idle: float, runner_of: Callable[..., ModelRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_idle: float, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compilers are processes of their own, as on a GPU at the first start."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    target, idle = resized(runner_of("llama"), 400), 0.0
+    idle = 0.0
 
     def measure(*_: object, **__: object) -> CostModel:
         nonlocal idle
         idle += num_idle
         subprocess.run([sys.executable, "-SEc", "for _ in range(6_000_000): pass"], check=True)
-        return CostModel(flat(4.0), flat(0.1))
+        return COSTS
 
     monkeypatch.setattr(cost_cache, "measure_costs", measure)
     monkeypatch.setattr(cost_cache.time, "process_time", lambda: 0.0)
     monkeypatch.setattr(cost_cache.time, "perf_counter", lambda: os.times().children_user + idle)
-    cost_cache.cached_costs(target, None)
-    assert any(tmp_path.rglob("costs-*.json")) == (not num_idle)
+    cached_costs(pair[0], None)
+    assert bool(kept(tmp_path)) == (not num_idle)
 
 
 @pytest.mark.parametrize(("factor", "is_kept"), [(1.0, True), (1.3, True), (2.0, False), (0.5, False)])
 def test_costs_of_another_speed_of_the_machine_are_measured_again(
-    factor: float, is_kept: bool, runner_of: Callable[..., ModelRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    factor: float, is_kept: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    target, drafter = resized(runner_of("llama"), 400), make_drafter(["ngram"], VOCAB)
-    assert drafter is not None
     speed, now = 1.0, 0.0
 
     def run(_: object, size: int) -> None:
@@ -131,9 +199,7 @@ def test_costs_of_another_speed_of_the_machine_are_measured_again(
     for name in ("perf_counter", "process_time"):
         monkeypatch.setattr(cost_cache.time, name, clock)
     monkeypatch.setattr(cost_measurement, "_target_pass", run)
-    first = cost_cache.cached_costs(target, drafter).as_dict()
+    first = cached_costs(*pair).as_dict()
     speed = factor
-    assert (cost_cache.cached_costs(target, drafter).as_dict() == first) == is_kept
-    assert float(cost_cache.cached_costs(target, drafter).target(1)) == pytest.approx(
-        (1.0 if is_kept else factor) * 1.01e-3, rel=0.01
-    )
+    assert (cached_costs(*pair).as_dict() == first) == is_kept
+    assert float(cached_costs(*pair).target(1)) == pytest.approx((1.0 if is_kept else factor) * 1.01e-3, rel=0.01)

@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import median_low
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,9 +16,9 @@ from specinfer.policy.cost_measurement import SIZES
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from specinfer.policy.rank_choice import RankChoice
+from tests.policy.simulated_machines import BusyClock
 
 NUM_RUNS = 20
-_LOAD = 0.4  # share of the time in which something else runs
 
 # Seconds of a pass by its rows, and of a draft level of one node.
 MACHINES: dict[str, tuple[Callable[[int], float], float]] = {
@@ -33,22 +32,16 @@ MACHINES: dict[str, tuple[Callable[[int], float], float]] = {
 
 
 class NoisyMachine:
-    """A clock on which work takes up to three times as long in bursts of some tens of milliseconds."""
+    """A target and a drafter whose passes take more or less as long as costs tell, but in bursts of other load."""
 
     loaded = SimpleNamespace(taps=None, device=torch.device("cpu"))
     cache = SimpleNamespace(free=lambda _: None)
 
     def __init__(self, true: CostModel, seed: int) -> None:
-        self.now = self._until = 0.0
-        self._is_busy, self._factor = False, 1.0
-        self._true, self._random = true, np.random.default_rng(seed)
+        self._true, self.clock = true, BusyClock(seed)
 
     def _work(self, seconds: float) -> None:
-        while self.now >= self._until:
-            self._is_busy = not self._is_busy
-            self._factor = self._random.uniform(1.3, 3.0) if self._is_busy else 1.0
-            self._until += self._random.exponential(0.1 * (_LOAD if self._is_busy else 1 - _LOAD))
-        self.now += seconds * self._factor * (1 + abs(self._random.normal(0, 0.03)))
+        self.clock.work(seconds * (1 + abs(self.clock.random.normal(0, 0.03))))
 
     def run_pass(self, size: int) -> None:
         self._work(float(self._true.target(size)))
@@ -84,7 +77,7 @@ def test_measurements_under_load_choose_the_same_kind_of_tree(name: str, monkeyp
     chosen = []
     for seed in range(NUM_RUNS):
         machine = NoisyMachine(true, seed)
-        monkeypatch.setattr(cost_measurement.time, "perf_counter", lambda machine=machine: machine.now)
+        monkeypatch.setattr(cost_measurement.time, "perf_counter", lambda machine=machine: machine.clock.now)
         chosen.append(choose(machine.measure()))
     usual = median_low([nodes for _, nodes in chosen])
     agree = [nodes == usual if 0 in (nodes, usual) else 2 / 3 <= nodes / usual <= 1.5 for _, nodes in chosen]

@@ -14,7 +14,7 @@ from specinfer.policy.base import FixedPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import ContextCurve, Curve
 from specinfer.policy.remeasurement import Remeasurement
-from tests.policy.simulated_machines import MACHINES, SimulatedDrafting, make_record, roofline_costs
+from tests.policy.simulated_machines import MACHINES, BusyClock, SimulatedDrafting, make_record, roofline_costs
 
 SURENESS = 0.6
 FIXED = [(n, d) for n in (1, 2, 3, 6, 8, 12, 16, 24, 32, 64) for d in (1, 2, 4, 6, 8, 12) if d <= n <= 8 * d]
@@ -91,30 +91,16 @@ def test_auto_chooses_well_from_the_first_steps_over_long_contexts(num_requests:
 
 
 class Busy:
-    """The costs of a machine on which work takes up to three times as long in bursts of other load."""
+    """The costs of a machine with bursts of other load."""
 
     def __init__(self, name: str, seed: int) -> None:
-        self.true, self._random = roofline_costs(*MACHINES[name]), np.random.default_rng(seed)
-        self._now = self._until = 0.0
-        self._is_busy, self._factor = False, 1.0
-
-    def _work(self, seconds: float) -> float:
-        started = self._now
-        while seconds > 0.0:
-            while self._now >= self._until:
-                self._is_busy = not self._is_busy
-                self._factor = self._random.uniform(1.3, 3.0) if self._is_busy else 1.0
-                self._until += self._random.exponential(0.04 if self._is_busy else 0.06)
-            part = min(seconds * self._factor, self._until - self._now)
-            self._now += part
-            seconds -= part / self._factor
-        return self._now - started
+        self.true, self._clock = roofline_costs(*MACHINES[name]), BusyClock(seed)
 
     def target(self, num_rows: int) -> float:
-        return self._work(float(self.true.target(num_rows)))
+        return self._clock.work(float(self.true.target(num_rows)))
 
     def draft(self, num_nodes: int, num_levels: int) -> float:
-        return self._work(float(self.true.draft(num_nodes, num_levels)))
+        return self._clock.work(float(self.true.draft(num_nodes, num_levels)))
 
 
 @pytest.mark.parametrize(
