@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.options import MODEL, SPECULATION, LabSettings
-from benchmarks.report import Report, Table, Value, finish
 from specinfer.bench.options import SharedSettings
 from specinfer.cli.measure import MEASURED, Measurement
 from specinfer.core.lora import LoRARequest
@@ -24,8 +22,8 @@ from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.core.sampling import SamplingParams
 from specinfer.engine_args import EngineArgs
 from specinfer.llm import LLM
-from specinfer.reporting.files import options_of
-from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
 from specinfer.reporting.spread import Spread
 
 PLAIN, ADAPTED = "no adapters", "adapters"
@@ -58,7 +56,8 @@ class AdaptersConfig:
         check_settings(self)
 
 
-def run_adapters(config: AdaptersConfig, console: Console | None = None) -> Report:
+@reported
+def run_adapters(config: AdaptersConfig, progress: StageBar) -> Report[None]:
     """Generate with and without adapters in turns, after one turn that is not counted.
 
     Raises:
@@ -66,7 +65,7 @@ def run_adapters(config: AdaptersConfig, console: Console | None = None) -> Repo
     """
     params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens, ignore_eos=True)
     rates: dict[str, list[float]] = {PLAIN: [], ADAPTED: []}
-    with stage_bar(console) as progress, tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name:
         progress.stage("loading")
         with LLM(
             config.model, device="cpu", drafters=config.drafters, tree=config.tree, quantization=config.quantization,
@@ -94,7 +93,7 @@ def run_adapters(config: AdaptersConfig, console: Console | None = None) -> Repo
     share = Spread.from_values(shares)
     lines = [f"{config.model}: {_NUM_ADAPTERS} adapters of rank {config.rank}"]
     last = [f"with adapters {share.median:.3f} of the speed without"]
-    return finish(Report(lines, (table,), options_of(config), numbers={"share": share.median}, last=last), config)
+    return Report(lines, (table,), numbers={"share": share.median}, last=last)
 
 
 def _save_adapter(folder: Path, base: Path, config: AdaptersConfig) -> None:
@@ -120,7 +119,6 @@ ADAPTERS = Measurement(
     "adapters",
     AdaptersConfig,
     "benchmarks.adapters:run_adapters",
-    "benchmarks.report:print_report",
     "Measure the throughput with LoRA adapters, beside the same batch without.",
     model=MEASURED,
 )

@@ -3,31 +3,27 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from functools import partial
 
 from benchmarks.growth.models import growing
 from benchmarks.options import LabSettings
 from benchmarks.peers.names import parse_peer
 from benchmarks.peers.race import Peers
-from benchmarks.peers.report import PeerReport, print_peers
-from specinfer.bench.comparisons import numbers_by_kind
-from specinfer.bench.latency import run_latency
-from specinfer.bench.latency_report import LatencyReport, plot_latency, print_latency
-from specinfer.bench.loop import Session, write_files
+from benchmarks.peers.report import PeerRuns, peer_lines, peer_tables
+from specinfer.bench.comparisons import Compared
+from specinfer.bench.latency import compare_latency, latency_page, plot_latency
+from specinfer.bench.loop import Session
 from specinfer.bench.options import CompareConfig, ThroughputConfig
-from specinfer.bench.serve import run_serve
+from specinfer.bench.serve import serve_under_load
 from specinfer.bench.serve_options import ServeConfig
-from specinfer.bench.serve_report import ServeReport
-from specinfer.bench.throughput import run_throughput
-from specinfer.bench.throughput_report import ThroughputReport
+from specinfer.bench.serve_report import Served
+from specinfer.bench.throughput import compare_throughput, throughput_page
 from specinfer.cli.measure import LATENCY as PACKAGE_LATENCY
 from specinfer.cli.measure import SERVE as PACKAGE_SERVE
 from specinfer.cli.measure import THROUGHPUT as PACKAGE_THROUGHPUT
 from specinfer.core.options import setting_of
-from specinfer.reporting.files import check_files, options_of
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +54,16 @@ class GrownServeConfig(ServeConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLatencyReport:
-    """The report on our arms, and on the peers that took turns with them, if any were asked for."""
+class PeerLatency:
+    """Our arms, and the peers that took turns with them, if any were asked for."""
 
-    ours: LatencyReport
-    peers: PeerReport | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report in a form ready for JSON."""
-        if self.peers is None:
-            return self.ours.as_dict()
-        numbers = self.ours.as_dict() | self.peers.as_dict(self.ours.result)
-        kinds = numbers_by_kind(self.ours.kinds)
-        for kind, part in self.ours.by_kind().items():
-            numbers["by_kind"][kind]["peers"] = self.peers.of(kinds[kind]).as_ratios(part.result)
-        return numbers
+    ours: Compared
+    peers: PeerRuns | None = None
 
 
-def run_grown_latency(config: GrownLatencyConfig, console: Console | None = None) -> PeerLatencyReport:
-    """Measure latency, and write the requested files; as `run_latency`. A peer that fails is left out."""
-    check_files(config.json, config.plot)
+@reported
+def run_grown_latency(config: GrownLatencyConfig, progress: StageBar) -> Report[PeerLatency]:
+    """Measure latency; as `run_latency`. A peer that fails is left out."""
     started: list[Peers] = []
 
     @contextmanager
@@ -90,41 +76,40 @@ def run_grown_latency(config: GrownLatencyConfig, console: Console | None = None
             started.append(peers)
             yield peers
 
-    unwritten = replace(config, json=None, plot=None)
-    ours = run_latency(unwritten, console, start if config.peers else None, growing(config.grow))
-    report = PeerLatencyReport(replace(ours, options=options_of(config)), started[0].report() if started else None)
-    write_files(report, config.json, config.plot, _plot)
-    return report
+    ours = compare_latency(config, progress, start if config.peers else None, growing(config.grow))
+    page = latency_page(ours)
+    if not started:
+        return replace(page, measured=PeerLatency(ours))  # type: ignore[arg-type, return-value]  # its type changes
+    peers = started[0].runs()
+    return Report(
+        page.lines,
+        [*page.tables, *peer_tables(ours, peers)],
+        PeerLatency(ours, peers),
+        page.environment,
+        {**page.numbers, **peers.as_dict(ours)},
+        [*page.last, "", *peer_lines(ours, peers)],
+        partial(plot_latency, ours, others=peers.arms),
+    )
 
 
-def _plot(report: PeerLatencyReport, path: str | Path) -> None:
-    plot_latency(report.ours, path, () if report.peers is None else report.peers.arms)
-
-
-def print_grown_latency(report: PeerLatencyReport, console: Console) -> None:
-    """Print our arms, then the peers."""
-    print_latency(report.ours, console)
-    if report.peers is not None:
-        print_peers(report.ours, report.peers, console)
-
-
-def run_grown_throughput(config: GrownThroughputConfig, console: Console | None = None) -> ThroughputReport:
+@reported
+def run_grown_throughput(config: GrownThroughputConfig, progress: StageBar) -> Report[Compared]:
     """Measure throughput; as `run_throughput`."""
-    return run_throughput(config, console, growing(config.grow))
+    return throughput_page(compare_throughput(config, progress, growing(config.grow)))
 
 
-def run_grown_serve(config: GrownServeConfig, console: Console | None = None) -> ServeReport:
+@reported
+def run_grown_serve(config: GrownServeConfig, progress: StageBar) -> Report[Served]:
     """Measure a server under load; as `run_serve`."""
     if config.base_url is not None and config.grow is not None:
         raise ValueError("grow: the server has its model already; leave grow or base_url out")
-    return run_serve(config, console, growing(config.grow))
+    return serve_under_load(config, progress, growing(config.grow))
 
 
 LATENCY = replace(
     PACKAGE_LATENCY,
     config=GrownLatencyConfig,
     run="benchmarks.comparisons:run_grown_latency",
-    show="benchmarks.comparisons:print_grown_latency",
     help="Compare the latency of token trees with that of plain decoding and of other engines.",
     extra=None,
 )

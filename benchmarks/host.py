@@ -12,11 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks.options import MODEL, SAMPLING, SPECULATION
-from benchmarks.report import Report, Table, Value, finish
 from specinfer.bench.options import SharedSettings
 from specinfer.cli.measure import Measurement
 from specinfer.core.options import check_settings, setting, setting_of
@@ -32,8 +30,8 @@ from specinfer.drafters.growth.tree_batch import BEST_FIRST_WIDTH, GrowingTree, 
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.model.batch import Piece, pack
 from specinfer.model.kv_tensors import KVTensors
-from specinfer.reporting.files import check_files, options_of
-from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
 from specinfer.verify import Acceptance, verify
 
 STAGES = ("grow", "merge", "pack", "verify", "learn")
@@ -69,25 +67,24 @@ class HostConfig:
         check_settings(self)
 
 
-def run_host(config: HostConfig, console: Console | None = None) -> Report:
+@reported
+def run_host(config: HostConfig, progress: StageBar) -> Report[None]:
     """Measure the host times, and write the requested file.
 
     Raises:
         ValueError: The file cannot be written.
     """
-    check_files(config.json, None)
     rules = (GREEDY, *RULES)
     ms: dict[str, dict[str, list[float]]] = {}
-    with stage_bar(console) as progress:
-        progress.stage("measuring", len(rules) * (_WARMUP + config.repeats))
-        for rule in rules:
-            step, times = _Step(config, rule), ms.setdefault(rule, {stage: [] for stage in (*STAGES, _TOTAL)})
-            for number in range(_WARMUP + config.repeats):
-                parts = step.run()
-                if number >= _WARMUP:
-                    for stage, spent in (parts | {_TOTAL: sum(parts.values())}).items():
-                        times[stage].append(spent)
-                progress.advance()
+    progress.stage("measuring", len(rules) * (_WARMUP + config.repeats))
+    for rule in rules:
+        step, times = _Step(config, rule), ms.setdefault(rule, {stage: [] for stage in (*STAGES, _TOTAL)})
+        for number in range(_WARMUP + config.repeats):
+            parts = step.run()
+            if number >= _WARMUP:
+                for stage, spent in (parts | {_TOTAL: sum(parts.values())}).items():
+                    times[stage].append(spent)
+            progress.advance()
 
     def column(stage: str, share: float) -> Value[str]:
         return Value(stage, lambda rule: float(np.quantile(ms[rule][stage], share)), "{:.2f}")
@@ -97,7 +94,7 @@ def run_host(config: HostConfig, console: Console | None = None) -> Report:
         for name, title, share in (("medians", "Host time of a step, ms: median", 0.5), ("p90", "90th percentile", 0.9))
     ]
     about = f"{config.num_requests} requests, trees of {config.nodes} nodes, each merged of a model's and a chain"
-    return finish(Report([f"{about}; {config.repeats} steps"], tables, options_of(config)), config)
+    return Report([f"{about}; {config.repeats} steps"], tables)
 
 
 class _Scripted:
@@ -231,7 +228,6 @@ HOST = Measurement(
     "host",
     HostConfig,
     "benchmarks.host:run_host",
-    "benchmarks.report:print_report",
     "Measure the host time of a step: growing, merging, packing and verifying trees, without a model.",
     model=None,
 )

@@ -17,12 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.options import MODEL, SAMPLING, SPECULATION, LabSettings
-from benchmarks.report import Report, Table, Value, finish
 from specinfer import ops
 from specinfer.bench.ceilings import Bandwidth, now
 from specinfer.bench.options import SharedSettings
@@ -38,8 +36,8 @@ from specinfer.model.pass_work import read_bytes
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
 from specinfer.model.runner import ModelRunner
-from specinfer.reporting.files import check_files, options_of
-from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
 from specinfer.reporting.spread import Spread
 from specinfer.setup.model_names import find_target
 
@@ -94,15 +92,15 @@ class HybridConfig:
             )
 
 
-def run_hybrid(config: HybridConfig, console: Console | None = None) -> Report:
+@reported
+def run_hybrid(config: HybridConfig, progress: StageBar) -> Report[None]:
     """Measure, and write the requested file.
 
     Raises:
         ValueError: The file cannot be written.
     """
-    check_files(config.json, None)
     cpu = torch.device("cpu")
-    with stage_bar(console) as progress, _random_folder(config) as folder:
+    with _random_folder(config) as folder:
         progress.stage("loading")
         loaded = load_model(folder, torch.bfloat16, cpu)
         passes = {f"tree of {size}": _tree(loaded, size, config.context) for size in (1, *config.rows)}
@@ -121,10 +119,10 @@ def run_hybrid(config: HybridConfig, console: Console | None = None) -> Report:
                 seconds[name].append(now(cpu) - started)
                 progress.advance()
         report = _report(loaded, seconds, max(max(rates) for rates in bandwidth.rates.values()), config)
-    return finish(report, config)
+    return report
 
 
-def _report(loaded: LoadedModel, seconds: dict[str, list[float]], rate: float, config: HybridConfig) -> Report:
+def _report(loaded: LoadedModel, seconds: dict[str, list[float]], rate: float, config: HybridConfig) -> Report[None]:
     def relative(name: str) -> Spread:
         """Return the time over that of one row, or of a prompt that of transformers over it, in each round."""
         base = "tree of 1" if name.startswith("tree") or _THEIRS not in seconds else _THEIRS
@@ -157,7 +155,7 @@ def _report(loaded: LoadedModel, seconds: dict[str, list[float]], rate: float, c
         f"one row takes {of_floor:.2f} of the time of reading the weights at {rate / 1e9:.1f} GB/s",
     ]
     numbers = {"parameters": loaded.num_parameters, "one_row_of_reading": of_floor}
-    return Report(lines, (times, memory), options_of(config), numbers=numbers)
+    return Report(lines, (times, memory), numbers=numbers)
 
 
 @contextmanager
@@ -228,7 +226,6 @@ HYBRID = Measurement(
     "hybrid",
     HybridConfig,
     "benchmarks.hybrid:run_hybrid",
-    "benchmarks.report:print_report",
     "Measure passes of a random model with layers without attention: trees, prompts, and the memory of states.",
     model=None,
 )

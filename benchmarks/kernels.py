@@ -7,19 +7,17 @@ same pass, so that caches hold what they hold in a run of equal steps.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from benchmarks.attention import AttentionTimes, time_attention
 from benchmarks.growth.models import growing
 from benchmarks.options import MODEL, SAMPLING, SPECULATION, LabSettings
 from benchmarks.process import busy_neighbours
-from benchmarks.report import Report, Table, Value, finish
 from specinfer import ops
 from specinfer.bench.ceilings import Bandwidth, now
 from specinfer.bench.models import Models, find_models
@@ -39,8 +37,8 @@ from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.pass_work import read_bytes
 from specinfer.model.runner import ModelRunner
 from specinfer.reporting.environment import Environment
-from specinfer.reporting.files import check_files, options_of
-from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
 from specinfer.reporting.spread import Spread
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -129,7 +127,8 @@ class PassTimes:
         return 1000 * self.weight_bytes / self.ms.median
 
 
-def run_kernels(config: KernelsConfig, console: Console | None = None) -> Report:
+@reported
+def run_kernels(config: KernelsConfig, progress: StageBar) -> Report[None]:
     """Measure pass times, and write the requested file. Progress is shown if the console is a terminal.
 
     Raises:
@@ -137,38 +136,36 @@ def run_kernels(config: KernelsConfig, console: Console | None = None) -> Report
         ValueError: An option cannot be used. The message names it, and nothing was measured.
         RuntimeError: A pass failed, or computed values that are not finite.
     """
-    check_files(config.json, None)
     device = find_device(config.device)
     models, prepare = find_models(config.model, config.drafters), growing(config.grow)
-    with stage_bar(console) as progress:
-        if prepare is not None:  # the grown model has one dtype; loading converts it to the others
-            models, _ = prepare(models, config.dtypes[0], device, progress.stage)
-        progress.stage("loading")
-        subjects = [_Subject(*arm, models, device, config) for arm in find_arms(models, config)]
-        target, bandwidth = subjects[0].target.loaded, Bandwidth(device)
-        passes = list(subjects[0].passes)
-        seconds: dict[str, dict[Pass, list[float]]] = {s.name: {timed: [] for timed in passes} for s in subjects}
-        progress.stage("measuring", config.repeats * len(passes) * len(subjects))
-        with busy_neighbours(config.busy):
-            for repeat in range(config.repeats):
-                bandwidth.measure()
-                for place, timed in enumerate(rotated(passes, repeat)):
-                    for subject in rotated(subjects, place + repeat):
-                        progress.stage(f"{timed.kind} of {timed.size}")
-                        seconds[subject.name][timed].append(subject.time(timed))
-                        progress.advance()
-        attention: tuple[AttentionTimes, ...] = ()
-        if device.type == "cuda":
-            progress.stage("attention")
-            heads = load_config(target.folder).get_text_config().num_attention_heads
-            attention = time_attention(target.layer_shapes[0], heads, target.dtype, device, config.repeats, config.seed)
-        environment = Environment.from_model(target, models.drafter_parameters)
+    if prepare is not None:  # the grown model has one dtype; loading converts it to the others
+        models, _ = prepare(models, config.dtypes[0], device, progress.stage)
+    progress.stage("loading")
+    subjects = [_Subject(*arm, models, device, config) for arm in find_arms(models, config)]
+    target, bandwidth = subjects[0].target.loaded, Bandwidth(device)
+    passes = list(subjects[0].passes)
+    seconds: dict[str, dict[Pass, list[float]]] = {s.name: {timed: [] for timed in passes} for s in subjects}
+    progress.stage("measuring", config.repeats * len(passes) * len(subjects))
+    with busy_neighbours(config.busy):
+        for repeat in range(config.repeats):
+            bandwidth.measure()
+            for place, timed in enumerate(rotated(passes, repeat)):
+                for subject in rotated(subjects, place + repeat):
+                    progress.stage(f"{timed.kind} of {timed.size}")
+                    seconds[subject.name][timed].append(subject.time(timed))
+                    progress.advance()
+    attention: tuple[AttentionTimes, ...] = ()
+    if device.type == "cuda":
+        progress.stage("attention")
+        heads = load_config(target.folder).get_text_config().num_attention_heads
+        attention = time_attention(target.layer_shapes[0], heads, target.dtype, device, config.repeats, config.seed)
+    environment = Environment.from_model(target, models.drafter_parameters)
     times = [
         PassTimes(s.name, timed, tuple(found), tuple(seconds[s.name][Pass(TREE, 1)]), s.weight_bytes)
         for s in subjects
         for timed, found in seconds[s.name].items()
     ]
-    return finish(_report(config, times, bandwidth, attention, environment), config)
+    return _report(config, times, bandwidth, attention, environment)
 
 
 def _report(
@@ -177,7 +174,7 @@ def _report(
     bandwidth: Bandwidth,
     attention: tuple[AttentionTimes, ...],
     environment: Environment,
-) -> Report:
+) -> Report[None]:
     best = max(bandwidth.rates, key=lambda way: max(bandwidth.rates[way]))
     limit, rounds = (
         max(bandwidth.rates[best]),
@@ -235,7 +232,7 @@ def _report(
         "bandwidth_by_way": {way: max(rates) / 1e9 for way, rates in bandwidth.rates.items()},
         "weight_bytes": {row.arm: row.weight_bytes for row in times},
     }
-    return Report(lines, (trees, others, layers), options_of(config), asdict(environment), numbers)
+    return Report(lines, (trees, others, layers), environment=environment, numbers=numbers)
 
 
 def find_arms(models: Models, config: KernelsConfig) -> list[tuple[str, str | None]]:
@@ -325,7 +322,6 @@ KERNELS = Measurement(
     "kernels",
     KernelsConfig,
     "benchmarks.kernels:run_kernels",
-    "benchmarks.report:print_report",
     "Measure the time of a pass by its number of rows, and the memory bandwidth.",
     model=MEASURED,
 )

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from benchmarks.options import LabSettings
-from benchmarks.report import Report, Table, Value, finish
 from specinfer.bench.options import SharedSettings
 from specinfer.cli.measure import Measurement
 from specinfer.core.errors import first_line
@@ -25,8 +23,8 @@ from specinfer.model.gguf.folder import weights_file
 from specinfer.model.load import load_model
 from specinfer.model.offload.shards import Shards
 from specinfer.model.stacked_source import StackedSource
-from specinfer.reporting.files import options_of
-from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
 from specinfer.reporting.spread import Spread
 from specinfer.setup.model_names import find_target
 
@@ -51,7 +49,8 @@ class LoadingConfig:
         check_settings(self)
 
 
-def run_loading(config: LoadingConfig, console: Console | None = None) -> Report:
+@reported
+def run_loading(config: LoadingConfig, progress: StageBar) -> Report[None]:
     """Load the model several times: read its codes, load it whole (which reads, packs and checks), and as transformers.
 
     Raises:
@@ -62,23 +61,22 @@ def run_loading(config: LoadingConfig, console: Console | None = None) -> Report
     types, num_bytes = loaded.weights_type, loaded.num_bytes
     del loaded
     seconds: dict[str, list[float]] = {name: [] for name in (READING, LOADING, THEIRS)}
-    with stage_bar(console) as progress:
-        progress.stage("loading", config.repeats)
-        for _ in range(config.repeats):
-            seconds[READING].append(_timed(lambda: _read(folder)))
-            seconds[LOADING].append(_timed(lambda: load_model(folder, config.dtype, _CPU)))
-            if fault is None:
-                try:
-                    seconds[THEIRS].append(_timed(lambda: _load_theirs(folder, config.dtype)))
-                except Exception as error:  # a missing package, or a format that it does not have
-                    fault = first_line(error)
-            progress.advance()
+    progress.stage("loading", config.repeats)
+    for _ in range(config.repeats):
+        seconds[READING].append(_timed(lambda: _read(folder)))
+        seconds[LOADING].append(_timed(lambda: load_model(folder, config.dtype, _CPU)))
+        if fault is None:
+            try:
+                seconds[THEIRS].append(_timed(lambda: _load_theirs(folder, config.dtype)))
+            except Exception as error:  # a missing package, or a format that it does not have
+                fault = first_line(error)
+        progress.advance()
     values = (Value[str]("what", str), Value[str]("seconds", lambda name: Spread.from_values(seconds[name]), "{:.2f}"))
     table = Table("times", "Time to load, median", values, [name for name, times in seconds.items() if times])
     last = [] if fault is None else [f"transformers does not load it: {fault}"]
     lines = [f"{config.model}: {types}, {num_bytes / 2**20:.0f} MiB"]
     numbers = {"types": types, "num_bytes": num_bytes, "fault": fault}
-    return finish(Report(lines, (table,), options_of(config), numbers=numbers, last=last), config)
+    return Report(lines, (table,), numbers=numbers, last=last)
 
 
 def _timed(run: Callable[[], object]) -> float:
@@ -116,7 +114,6 @@ LOAD = Measurement(
     "load",
     LoadingConfig,
     "benchmarks.loading:run_loading",
-    "benchmarks.report:print_report",
     "Measure the time to load a quantized model, beside transformers.",
     model="A folder of quantized safetensors, a GGUF file, or a model of the hub.",
 )

@@ -5,21 +5,17 @@ runs. Memory is the peak of this process as the operating system counts it.
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from rich.console import Console
 
 from benchmarks.disk import DiskBandwidth, LinkBandwidth
 from benchmarks.growth.models import growing
 from benchmarks.options import LabSettings
 from benchmarks.process import peak_resident, reset_peak
-from benchmarks.report import Report, Table, Value, finish
-from specinfer.bench.comparisons import Comparison, fidelity
-from specinfer.bench.loop import Turn, check_equal, comparisons, is_exact, open_session, schedule, take_turns
+from specinfer.bench.comparisons import TOKENS_PER_PASS, ArmRow, tokens_per_second
+from specinfer.bench.loop import Turn, open_session
 from specinfer.bench.measurement import measure_batch
 from specinfer.bench.options import SharedSettings, ThroughputConfig
 from specinfer.bench.results import Arm, Run
@@ -27,8 +23,8 @@ from specinfer.cli.measure import MEASURED, Measurement, usual_settings
 from specinfer.core.options import parse_size, setting, setting_of
 from specinfer.engine_args import EngineArgs
 from specinfer.model.offload.transfer import CudaTransfer
-from specinfer.reporting.environment import Environment
-from specinfer.reporting.files import options_of
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
 from specinfer.reporting.spread import Spread
 
 _COUNTERS = ("bytes_read", "seconds_reading", "seconds_waiting")  # of the stream, during decoding
@@ -56,45 +52,36 @@ class OffloadConfig(ThroughputConfig):
     )
 
 
-def run_offload(config: OffloadConfig, console: Console | None = None) -> Report:
-    """Measure the arms on a streamed target, and write the requested file.
+@reported
+def run_offload(config: OffloadConfig, progress: StageBar) -> Report[None]:
+    """Measure the arms on a streamed target.
 
     Raises:
         ModelError: A model cannot be used.
         ValueError: An option cannot be used. The message names it, and nothing was measured.
         RuntimeError: A request failed, or in float32 a tree changed a greedy output.
     """
-    with open_session(config, console, growing(config.grow)) as session:
-        llm, loaded, pid = session.llm, session.llm.target.loaded, os.getpid()
-        stream = loaded.stream
+    with open_session(config, progress, growing(config.grow)) as session:
+        stream, pid = session.llm.target.loaded.stream, os.getpid()
         assert stream is not None
-        yardstick = _yardstick(config, session.models.target, loaded.device)
+        yardstick = _yardstick(config, session.models.target, session.llm.target.loaded.device)
         peak_loading = peak_resident(pid)
 
         def counters() -> dict[str, float]:
             return {name: getattr(stream, name) for name in _COUNTERS}
 
         def measure(turn: Turn, name: str) -> Run:
-            prompts, params = session.batch(turn)
             begun: list[dict[str, float]] = []
             before = yardstick.measure(config.disk_seconds)
             reset_peak(pid)
-            run = measure_batch(
-                llm, session.policies[len(turn.prompts), name], turn.prompts, prompts, params, turn.repeat,
-                lambda: begun.append(counters()),
-            )  # fmt: skip
+            policy = session.policies[len(turn.prompts), name]
+            run = measure_batch(session, turn, policy, lambda: begun.append(counters()), samples=False)
             found = {name: value - begun[0][name] for name, value in counters().items()}
             found["peak_resident"] = peak_resident(pid)
             found["source_rate"] = (before + yardstick.measure(config.disk_seconds)) / 2
             return replace(run, counters=found)
 
-        def check(turn: Turn, made: Mapping[str, Run]) -> None:
-            if is_exact(loaded, config.temperature):
-                check_equal(turn, made)
-
-        turns = list(schedule(config, len(session.prompts.token_ids)))
-        results = comparisons(config, take_turns(turns, session.progress, measure, check))
-        environment = Environment.from_llm(llm, session.models.drafter_parameters)
+        measured = session.compare(measure)
         numbers = {
             "num_layers": stream.num_layers,
             "num_resident": stream.num_resident,
@@ -107,13 +94,12 @@ def run_offload(config: OffloadConfig, console: Console | None = None) -> Report
     best = max(rate for rates in yardstick.rates.values() for rate in rates)
     budget = "" if config.memory_budget is None else f"; budget {parse_size('', config.memory_budget) / 2**20:,.0f} MiB"
     lines = [
-        f"{config.model}: {environment.description}; {stream.num_resident} of {stream.num_layers} layers stay, a pass "
-        f"reads {stream.bytes_per_pass / 1e9:.2f} GB; {config.offload} at {best / 1e9:.2f} GB/s at best{budget}"
+        f"{config.model}: {measured.environment.description}; {stream.num_resident} of {stream.num_layers} layers "
+        f"stay, a pass reads {stream.bytes_per_pass / 1e9:.2f} GB; {config.offload} at {best / 1e9:.2f} GB/s at "
+        f"best{budget}"
     ]
-    last = [fidelity(tree, results, environment, options_of(config)) for tree in config.trees]
-    rows = [_Row(result, arm) for result in results for arm in result.arms]
-    report = Report(lines, (_table(rows),), options_of(config), asdict(environment), numbers, last)
-    return finish(report, config)
+    tables, environment = (_table(measured.rows),), measured.environment
+    return Report(lines, tables, environment=environment, numbers=numbers, last=measured.fidelity())
 
 
 def _yardstick(config: OffloadConfig, target: Path, device: torch.device) -> DiskBandwidth | LinkBandwidth:
@@ -125,40 +111,35 @@ def _yardstick(config: OffloadConfig, target: Path, device: torch.device) -> Dis
     return DiskBandwidth(sorted(large or copies) or sorted(target.glob("*.safetensors")))
 
 
-class _Row(NamedTuple):
-    result: Comparison
-    arm: Arm
-
-    @property
-    def rate(self) -> Spread:
-        """Bytes per second streamed during decoding."""
-        return self.arm.spread(lambda run: float(run.counters["bytes_read"]) / run.time)
-
-    @property
-    def of_source(self) -> Spread:
-        """The same as a share of the disk's or link's rate around the run."""
-        return self.arm.spread(lambda run: float(run.counters["bytes_read"] / run.time / run.counters["source_rate"]))
-
-    @property
-    def peak(self) -> int:
-        return max(int(run.counters["peak_resident"]) for run in self.arm.runs)
+def _rate(arm: Arm) -> Spread:
+    """Return the bytes per second streamed during decoding."""
+    return arm.spread(lambda run: float(run.counters["bytes_read"]) / run.time)
 
 
-def _table(rows: list[_Row]) -> Table[_Row]:
+def _of_source(arm: Arm) -> Spread:
+    """Return the same as a share of the disk's or link's rate around the run."""
+    return arm.spread(lambda run: float(run.counters["bytes_read"] / run.time / run.counters["source_rate"]))
+
+
+def _peak(arm: Arm) -> int:
+    return max(int(run.counters["peak_resident"]) for run in arm.runs)
+
+
+def _table(rows: list[ArmRow]) -> Table[ArmRow]:
     return Table(
         "streamed",
         "A streamed target; medians of batches",
         (
-            Value[_Row]("batch_size", lambda row: row.result.size, heading="batch"),
-            Value[_Row]("arm", lambda row: row.arm.name),
-            Value[_Row]("tokens_per_second", lambda row: row.arm.tokens_per_second, "{:.3g}", "tokens/s"),
-            Value[_Row]("tokens_per_pass", lambda row: row.arm.tokens_per_pass, "{:.2f}"),
-            Value[_Row]("nodes", lambda row: row.arm.nodes, "{:.1f}"),
-            Value[_Row]("speedup", lambda row: row.result.speedup_of(row.arm), "{:.2f}"),
-            Value[_Row]("gb_per_s", lambda row: row.rate.median / 1e9, "{:.2f}", "GB/s"),
-            Value[_Row]("of_source", lambda row: row.of_source, "{:.0%}", "of disk"),
-            Value[_Row]("peak_mib", lambda row: row.peak / 2**20, "{:,.0f}", "peak MiB"),
-            Value[_Row]("tokens_before_parting", lambda row: row.result.partings(row.arm), None),
+            Value[ArmRow]("batch_size", lambda row: row.result.size, heading="batch"),
+            Value[ArmRow]("arm", lambda row: row.arm.name),
+            tokens_per_second("{:.3g}"),
+            TOKENS_PER_PASS,
+            Value[ArmRow]("nodes", lambda row: row.arm.nodes, "{:.1f}"),
+            Value[ArmRow]("speedup", lambda row: row.result.speedup_of(row.arm), "{:.2f}"),
+            Value[ArmRow]("gb_per_s", lambda row: _rate(row.arm).median / 1e9, "{:.2f}", "GB/s"),
+            Value[ArmRow]("of_source", lambda row: _of_source(row.arm), "{:.0%}", "of disk"),
+            Value[ArmRow]("peak_mib", lambda row: _peak(row.arm) / 2**20, "{:,.0f}", "peak MiB"),
+            Value[ArmRow]("tokens_before_parting", lambda row: row.result.partings(row.arm), None),
         ),
         rows,
         "GB/s: streamed while decoding; of disk: of what direct reads, or copies, reach around the run",
@@ -169,7 +150,6 @@ OFFLOAD = Measurement(
     "offload",
     OffloadConfig,
     "benchmarks.offload:run_offload",
-    "benchmarks.report:print_report",
     "Compare trees with plain decoding on an offloaded target, and its reads with the bandwidth of the disk.",
     model=MEASURED,
     usual=usual_settings,

@@ -10,26 +10,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from benchmarks.growth.models import growing
 from benchmarks.options import SPECULATION, LabSettings
-from benchmarks.report import Report, Table, Value, finish
 from benchmarks.sequences import sequence_based
 from specinfer.bench.acceptance_plans import expansion, paper_widths
-from specinfer.bench.loop import open_session, schedule, take_turns
+from specinfer.bench.loop import Turn, open_session, take_turns
 from specinfer.bench.measurement import measure_batch
 from specinfer.bench.options import PLAIN, SharedSettings, ThroughputConfig, check_distinct, check_once
-from specinfer.bench.results import Arm
-from specinfer.bench.throughput import run_throughput
+from specinfer.bench.results import Arm, Run
+from specinfer.bench.throughput import compare_throughput
 from specinfer.cli.measure import Measurement
 from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.demo.chat_model import CHAT
 from specinfer.engine_args import EngineArgs
-from specinfer.reporting.environment import surroundings
-from specinfer.reporting.files import check_files, options_of
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
 
 _WIDTHS = tuple(range(1, 6))
 _TREES = {f"width {width}": expansion(paper_widths(width)) for width in _WIDTHS}
@@ -87,7 +83,7 @@ def _table(name: str, title: str, headings: Sequence[str], lines: Sequence[Line]
     def value(heading: str) -> Value[Line]:
         return Value(heading, lambda line: line.cells.get(heading))
 
-    return Table(name, title, (Value[Line]("", lambda line: line.label), *map(value, headings)), lines)
+    return Table(name, title, (Value[Line]("label", lambda line: line.label, heading=""), *map(value, headings)), lines)
 
 
 def _throughput(config: PaperConfig, trees: Iterable[str]) -> ThroughputConfig:
@@ -103,80 +99,77 @@ def _ms(arm: Arm, size: int) -> str:
 
 
 def _latencies(name: str, title: str, config: PaperConfig, trees: Mapping[str, str], paper: Sequence[Line],
-               console: Console | None) -> Table[Line]:  # fmt: skip
-    report = run_throughput(_throughput(config, trees.values()), console, growing(config.grow))
+               progress: StageBar) -> Table[Line]:  # fmt: skip
+    measured = compare_throughput(_throughput(config, trees.values()), progress, growing(config.grow))
     labels = {tree: label for label, tree in trees.items()} | {PLAIN: "plain decoding"}
     lines = [
-        Line(labels[arm], {str(result.size): _ms(result.arm(arm), result.size) for result in report.results})
-        for arm in report.names
+        Line(labels[arm], {str(result.size): _ms(result.arm(arm), result.size) for result in measured.results})
+        for arm in measured.names
     ]
     return _table(name, title, [*map(str, config.batch_sizes), "paper"], [*lines, *paper])
 
 
-def figure7(config: PaperConfig, console: Console | None) -> Table[Line]:
+def figure7(config: PaperConfig, progress: StageBar) -> Table[Line]:
     """Reproduce Figure 7 on one machine: latency of plain decoding, sequences and trees."""
     paper = [
         Line("paper: plain decoding over trees", {"paper": "1.5-2.5"}),
         Line("paper: sequences over trees", {"paper": "1.2-1.5"}),
     ]
     trees = {"sequences (width 1)": _TREES["width 1"], "trees of width 3": _TREES["width 3"], "auto": "auto"}
-    return _latencies("figure7", "Figure 7: ms per token of a request, by batch size", config, trees, paper, console)
+    return _latencies("figure7", "Figure 7: ms per token of a request, by batch size", config, trees, paper, progress)
 
 
-def figure10(config: PaperConfig, console: Console | None) -> Table[Line]:
+def figure10(config: PaperConfig, progress: StageBar) -> Table[Line]:
     """Reproduce Figure 10: latency by the width of trees."""
     paper = [
         Line("paper: best width", {size: "5" if size in "12" else "2 or 3" for size in ("1", "2", "4", "8", "16")})
     ]
-    return _latencies("figure10", "Figure 10: ms per token of a request, by batch size", config, _TREES, paper, console)
+    return _latencies(
+        "figure10", "Figure 10: ms per token of a request, by batch size", config, _TREES, paper, progress
+    )
 
 
-def figure11(config: PaperConfig, console: Console | None) -> Table[Line]:
+def figure11(config: PaperConfig, progress: StageBar) -> Table[Line]:
     """Reproduce Figure 11: verification of a tree in one pass, and of its paths as sequences."""
     tree = _TREES["width 3"]
     options, arms = _throughput(config, [tree]), ("tree", "sequences")
-    with open_session(options, console, growing(config.grow)) as session:
+    with open_session(options, progress, growing(config.grow)) as session:
 
-        def measure(turn: Any, name: str) -> Any:
-            prompts, params = session.batch(turn)
+        def measure(turn: Turn, name: str) -> Run:
+            policy = session.policies[len(turn.prompts), tree]
             with sequence_based(session.llm) if name == "sequences" else nullcontext():
-                policy = session.policies[len(turn.prompts), tree]
-                return measure_batch(session.llm, policy, turn.prompts, prompts, params, turn.repeat)
+                return measure_batch(session, turn, policy, samples=False)
 
-        turns = list(schedule(options, len(session.prompts.token_ids), arms))
-        runs = take_turns(turns, session.progress, measure)
+        runs = take_turns(session.turns(arms), session.progress, measure)
     found = {(size, name): Arm(name, tuple(runs[size, name])) for size in config.batch_sizes for name in arms}
+
+    def speed(size: int, name: str) -> float:
+        return found[size, name].tokens_per_second.median
+
     lines = [Line(name, {str(size): _ms(found[size, name], size) for size in config.batch_sizes}) for name in arms]
-    ratios = {
-        str(
-            size
-        ): f"{found[size, 'tree'].tokens_per_second.median / found[size, 'sequences'].tokens_per_second.median:.2f}"
-        for size in config.batch_sizes
-    }
+    ratios = {str(size): f"{speed(size, 'tree') / speed(size, 'sequences'):.2f}" for size in config.batch_sizes}
     lines += [Line("sequences over tree", ratios), Line("paper: sequences over tree", {"1": "1.0", "16": "up to 1.8"})]
     title = "Figure 11: ms per token of a request, by batch size"
     return _table("figure11", title, list(map(str, config.batch_sizes)), lines)
 
 
-PARTS: Mapping[str, Callable[[PaperConfig, Console | None], Table[Line]]] = {
+PARTS: Mapping[str, Callable[[PaperConfig, StageBar], Table[Line]]] = {
     "figure7": figure7, "figure10": figure10,
     "figure11": figure11,
 }  # fmt: skip
 
 
-def run_paper(config: PaperConfig, console: Console | None = None) -> Report:
-    """Reproduce the parts, and write the requested file."""
-    check_files(config.json, None)
-    tables = [PARTS[part](config, console) for part in config.parts]
-    lines = [f"paper: LLaMA-7B and LLaMA-68M; here: {config.model}"]
-    return finish(Report(lines, tables, options_of(config), surroundings()), config)
+@reported
+def run_paper(config: PaperConfig, progress: StageBar) -> Report[None]:
+    """Reproduce the parts."""
+    tables = [PARTS[part](config, progress) for part in config.parts]
+    return Report([f"paper: LLaMA-7B and LLaMA-68M; here: {config.model}"], tables)
 
 
 PAPER = Measurement(
     "paper",
     PaperConfig,
     "benchmarks.paper:run_paper",
-    "benchmarks.report:print_report",
     "Reproduce figures of the SpecInfer paper with the models here.",
     model="Target model, as in generate. (default: demo-chat)",
     default=CHAT,

@@ -6,16 +6,14 @@ loaded, so that full distributions can be compared.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks.growth.models import growing
 from benchmarks.options import MODEL, LabSettings
-from benchmarks.report import Report, Table, Value, finish
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import AnyPrompt, SharedSettings, check_once
 from specinfer.bench.prompts import token_prompts
@@ -28,8 +26,8 @@ from specinfer.model.batch import Piece
 from specinfer.model.device import find_device
 from specinfer.model.runner import TargetRunner
 from specinfer.reporting.environment import Environment
-from specinfer.reporting.files import check_files, options_of
-from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
 
 UNQUANTIZED, STORED = "unquantized", "as stored"  # the second of a GGUF file
 _AT_ONCE = 64  # positions compared together, since memory holds several copies of their distributions
@@ -120,14 +118,14 @@ class Score:
         return math.exp(self.surprise / self.num_tokens)
 
 
-def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> Report:
+@reported
+def run_perplexity(config: PerplexityConfig, progress: StageBar) -> Report[None]:
     """Read all texts with each set of weights, and write the requested file.
 
     Raises:
         ModelError: The model cannot be used.
         ValueError: An option cannot be used; the message names it. Nothing was read.
     """
-    check_files(config.json, None)
     device, prepare = find_device(config.device), growing(config.grow)
     models, dtype = Models(find_models(config.model, "ngram").target, ()), config.dtype
     texts = token_prompts(
@@ -138,32 +136,33 @@ def run_perplexity(config: PerplexityConfig, console: Console | None = None) -> 
     arms: list[tuple[str, str | None, str]] = [(name, name, "auto") for name in config.compared]
     arms += [(f"keys and values in {kind}", None, kind) for kind in config.kv_cache_dtypes]
     scores = []
-    with stage_bar(console) as progress:
-        progress.stage("reading", len(texts) * (1 + len(arms)))
-        if prepare is not None:
-            models, dtype = prepare(models, dtype, device, progress.stage)
-        with _load(config, models, dtype, texts, None) as exact:
+    progress.stage("reading", len(texts) * (1 + len(arms)))
+    if prepare is not None:
+        models, dtype = prepare(models, dtype, device, progress.stage)
+    with _load(config, models, dtype, texts, None) as exact:
 
-            def score(name: str, llm: LLM) -> Score:
-                progress.stage(name)
-                found = Score(name, llm.target.loaded.num_bytes)
-                for text in texts:
-                    wanted = _logits(exact.target, text[:-1])
-                    logits = wanted if llm is exact else _logits(llm.target, text[:-1])
-                    found = found.plus(*_compare(wanted, logits, text))
-                    progress.advance()
-                return found
+        def score(name: str, llm: LLM) -> Score:
+            progress.stage(name)
+            found = Score(name, llm.target.loaded.num_bytes)
+            for text in texts:
+                wanted = _logits(exact.target, text[:-1])
+                logits = wanted if llm is exact else _logits(llm.target, text[:-1])
+                found = found.plus(*_compare(wanted, logits, text))
+                progress.advance()
+            return found
 
-            scores.append(score(STORED if config.is_gguf else UNQUANTIZED, exact))
-            for name, quantization, kv_cache_dtype in arms:
-                # One quantized model at a time, since all of them together might not fit into memory.
-                with _load(config, models, dtype, texts, quantization, kv_cache_dtype) as llm:
-                    scores.append(score(name, llm))
-            environment = Environment.from_llm(exact, {})
-    return finish(_report(config, scores, len(texts), environment), config)
+        scores.append(score(STORED if config.is_gguf else UNQUANTIZED, exact))
+        for name, quantization, kv_cache_dtype in arms:
+            # One quantized model at a time, since all of them together might not fit into memory.
+            with _load(config, models, dtype, texts, quantization, kv_cache_dtype) as llm:
+                scores.append(score(name, llm))
+        environment = Environment.from_llm(exact, {})
+    return _report(config, scores, len(texts), environment)
 
 
-def _report(config: PerplexityConfig, scores: Sequence[Score], num_texts: int, environment: Environment) -> Report:
+def _report(
+    config: PerplexityConfig, scores: Sequence[Score], num_texts: int, environment: Environment
+) -> Report[None]:
     exact = scores[0]
 
     def but_exact(value: Callable[[Score], float]) -> Callable[[Score], float | None]:
@@ -191,7 +190,7 @@ def _report(config: PerplexityConfig, scores: Sequence[Score], num_texts: int, e
     about = f"{config.model}: {environment.target_parameters / 1e6:,.1f} M parameters, {environment.precision} on "
     lines = [f"{about}{environment.device}; {exact.num_tokens} tokens of {num_texts} texts"]
     numbers = {"num_texts": num_texts, "num_tokens": exact.num_tokens}
-    return Report(lines, (table,), options_of(config), asdict(environment), numbers)
+    return Report(lines, (table,), environment=environment, numbers=numbers)
 
 
 def _load(
@@ -243,7 +242,6 @@ PERPLEXITY = Measurement(
     "perplexity",
     PerplexityConfig,
     "benchmarks.perplexity:run_perplexity",
-    "benchmarks.report:print_report",
     "Compare the perplexity of a model with that of its quantized weights.",
     model=MEASURED,
 )

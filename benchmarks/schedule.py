@@ -3,25 +3,21 @@
 All arms run on each prompt in turn. Policies that learn keep learning from prompt to prompt.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
 
 from benchmarks.growth.models import growing
 from benchmarks.options import LabSettings
-from benchmarks.report import Report, Table, Value, finish
-from specinfer.bench.comparisons import Comparison, fidelity, numbers_by_kind
-from specinfer.bench.loop import Turn, check_equal, is_exact, open_session, schedule, take_turns
+from specinfer.bench.comparisons import numbers_by_kind
+from specinfer.bench.loop import open_session
 from specinfer.bench.measurement import measure_request
 from specinfer.bench.options import PLAIN, CompareConfig
-from specinfer.bench.results import Arm, Run
+from specinfer.bench.results import Arm
 from specinfer.cli.measure import MEASURED, Measurement, usual_settings
 from specinfer.core.options import setting, setting_of
 from specinfer.core.tree_shape import parse_tree
-from specinfer.reporting.environment import Environment
-from specinfer.reporting.files import options_of
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
 
 AUTO, LEARNED, MIX = "auto", "learned", "all"
 FIXED = ("1,1,1,1,1,1", "best-first:7:7", "best-first:11:8", "best-first:15:8", "best-first:31:12")
@@ -49,37 +45,25 @@ class ScheduleConfig(CompareConfig):
             raise ValueError(f'fixed: "{AUTO}" is always measured; leave it out')
 
 
-def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Report:
-    """Run the comparison and write the requested file. Progress is shown if the console is a terminal.
+@reported
+def run_schedule(config: ScheduleConfig, progress: StageBar) -> Report[None]:
+    """Run the comparison.
 
     Raises:
         ModelError: A model, or the policy's file, cannot be used.
         ValueError: An option cannot be used; the message names it. Nothing was measured.
         RuntimeError: A request failed, or an arm changed a greedy output of a float32 target without quantization.
     """
-    with open_session(config, console, growing(config.grow)) as session:
-        llm, exact = session.llm, is_exact(session.llm.target.loaded, config.temperature)
+    with open_session(config, progress, growing(config.grow)) as session:
         policies = session.policies | {
-            (1, name): llm.make_policy(parse_tree(AUTO), fresh=True, learned=name == LEARNED)
+            (1, name): session.llm.make_policy(parse_tree(AUTO), fresh=True, learned=name == LEARNED)
             for name in (AUTO, LEARNED)
         }
-
-        def measure(turn: Turn, name: str) -> Run:
-            (number,), (prompt,), (params,) = turn.prompts, *session.batch(turn)
-            return measure_request(llm, policies[1, name], prompt, params, number, turn.repeat)
-
-        def check(turn: Turn, made: Mapping[str, Run]) -> None:
-            if exact:
-                check_equal(turn, made)
-
-        names = (PLAIN, *config.trees, AUTO, LEARNED)
-        turns = list(schedule(config, len(session.prompts.token_ids), names))
-        runs = take_turns(turns, session.progress, measure, check)
-        environment = Environment.from_llm(llm, session.models.drafter_parameters)
-        kinds = numbers_by_kind(session.prompts.kinds)
-    plain, *others = (Arm(name, tuple(runs[1, name])) for name in names)
-    result = Comparison(plain, tuple(others))
-    parts = kinds | {MIX: {number for run in plain.runs for number in run.prompts}}
+        measured = session.compare(
+            lambda turn, name: measure_request(session, turn, policies[1, name], samples=False), (AUTO, LEARNED)
+        )
+    result, environment, kinds = measured.result, measured.environment, numbers_by_kind(measured.kinds)
+    parts = {**kinds, MIX: {number for run in result.plain.runs for number in run.prompts}}
 
     def rate(name: str, part: str = MIX) -> float:
         """Return all tokens after the first divided by all seconds after the first."""
@@ -113,15 +97,14 @@ def run_schedule(config: ScheduleConfig, console: Console | None = None) -> Repo
         ),
     )
     lines = [f"{config.model}: {environment.description}, one request at a time"]
-    last = [fidelity(arm.name, (result,), environment, options_of(config)) for arm in others]
-    return finish(Report(lines, tables, options_of(config), asdict(environment), {"best_fixed": best}, last), config)
+    numbers = {"best_fixed": best}
+    return Report(lines, tables, environment=environment, numbers=numbers, last=measured.fidelity())
 
 
 SCHEDULE = Measurement(
     "schedule",
     ScheduleConfig,
     "benchmarks.schedule:run_schedule",
-    "benchmarks.report:print_report",
     "Compare a learned speculation policy with fixed trees and auto.",
     model=MEASURED,
     usual=usual_settings,

@@ -8,10 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.options import SPECULATION, LabSettings
-from benchmarks.report import Report, Table, Value, finish
 from specinfer.bench.models import find_models
 from specinfer.bench.options import SharedSettings, bench_params
 from specinfer.bench.prompts import token_prompts
@@ -23,8 +20,8 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.engine_args import EngineArgs
 from specinfer.llm import LLM
-from specinfer.reporting.files import check_files, options_of
-from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
 
 BLOCK = 100  # tokens
 _ALL = "all, merged"
@@ -65,7 +62,8 @@ class ShiftConfig:
             raise ValueError('select: it is compared with "all" anyway; name a choice, such as "hedge:1"')
 
 
-def run_shift(config: ShiftConfig, console: Console | None = None) -> Report:
+@reported
+def run_shift(config: ShiftConfig, progress: StageBar) -> Report[None]:
     """Serve the traffic with each way to choose drafters, and write the requested file.
 
     Raises:
@@ -73,7 +71,6 @@ def run_shift(config: ShiftConfig, console: Console | None = None) -> Report:
         ValueError: An option cannot be used. The message names it, and nothing was counted.
         RuntimeError: A request failed.
     """
-    check_files(config.json, None)
     models = find_models(config.model, config.drafters)
     texts = other_domain(config.shift_to, config.num_prompts, config.prompt_chars)
     after = token_prompts(models.target, config.max_tokens, prompts=texts)
@@ -84,23 +81,22 @@ def run_shift(config: ShiftConfig, console: Console | None = None) -> Report:
     warmup, before = (found[:_NUM_WARMUP], found[_NUM_WARMUP:]) if config.prompts is None else ([], found)
     tree, params = f"best-first:{config.nodes}:{min(config.nodes, _MAX_DEPTH)}", bench_params(0.0, config.max_tokens, 0)
     setups, rates = setups_of(models.drafters, config.select), dict[str, dict[int, float]]()
-    with stage_bar(console) as progress:
-        progress.stage("loading")
-        longest = max(map(len, [*found, *after])) + config.max_tokens
-        with LLM(
-            models.target, drafters=models.drafters, tree="1", device=config.device, max_model_len=longest,
-            max_num_seqs=1 + config.nodes // 64, enable_prefix_caching=False,
-        ) as llm:  # fmt: skip
-            progress.stage("counting", len(setups))
-            for label, (drafters, select) in setups.items():
-                llm.speculate(SpeculativeConfig(drafters, tree, "coupled", "shared-noise", select=select))
-                for prompt in warmup:
-                    _passes(llm, prompt, params)
-                passes = [emitted for prompt in before for emitted in _passes(llm, prompt, params)]
-                start = -sum(passes)
-                passes += [emitted for prompt in after for emitted in _passes(llm, prompt, params)]
-                rates[label] = blocks_of(passes, start)
-                progress.advance()
+    progress.stage("loading")
+    longest = max(map(len, [*found, *after])) + config.max_tokens
+    with LLM(
+        models.target, drafters=models.drafters, tree="1", device=config.device, max_model_len=longest,
+        max_num_seqs=1 + config.nodes // 64, enable_prefix_caching=False,
+    ) as llm:  # fmt: skip
+        progress.stage("counting", len(setups))
+        for label, (drafters, select) in setups.items():
+            llm.speculate(SpeculativeConfig(drafters, tree, "coupled", "shared-noise", select=select))
+            for prompt in warmup:
+                _passes(llm, prompt, params)
+            passes = [emitted for prompt in before for emitted in _passes(llm, prompt, params)]
+            start = -sum(passes)
+            passes += [emitted for prompt in after for emitted in _passes(llm, prompt, params)]
+            rates[label] = blocks_of(passes, start)
+            progress.advance()
 
     def rate(label: str) -> Value[int]:
         return Value(label, lambda start: rates[label].get(start), "{:.2f}")
@@ -109,7 +105,7 @@ def run_shift(config: ShiftConfig, console: Console | None = None) -> Report:
     title = "Held-out code, then another domain: tokens per pass, in blocks of 100 tokens"
     first = Value[int]("start", lambda start: start, "{:+d}", "tokens from the shift")
     table = Table("blocks", title, (first, *map(rate, rates)), starts)
-    return finish(Report([f"{config.model}"], (table,), options_of(config)), config)
+    return Report([f"{config.model}"], (table,))
 
 
 def setups_of(drafters: Sequence[str], select: str) -> Mapping[str, tuple[tuple[str, ...], str]]:
@@ -198,7 +194,6 @@ SHIFT = Measurement(
     "shift",
     ShiftConfig,
     "benchmarks.shift:run_shift",
-    "benchmarks.report:print_report",
     "Measure how fast each way to choose drafters adapts to traffic whose domain changes.",
     model=MEASURED,
 )

@@ -16,7 +16,7 @@ from benchmarks.peers.interface import Adapter, Ask, Generated, Load, Settings
 from benchmarks.peers.llama_server import LlamaServer
 from benchmarks.peers.names import LIBRARIES, OWN_FILE, Library, Peer, parse_peer
 from benchmarks.peers.plain_folder import plain_folder
-from benchmarks.peers.report import PeerReport
+from benchmarks.peers.report import PeerRuns
 from benchmarks.process import Worker, WorkerError
 from specinfer.bench.models import Models
 from specinfer.bench.results import Arm, Run
@@ -127,9 +127,9 @@ class Peers:
             self._drop(name, f"all {params.max_tokens} tokens came at once; raise max_tokens")
         return None
 
-    def report(self) -> PeerReport:
+    def runs(self) -> PeerRuns:
         arms = (Arm(name, tuple(entry.runs), entry.details) for name, entry in self._entries.items())
-        return PeerReport(tuple(arms), dict(self._skipped))
+        return PeerRuns(tuple(arms), dict(self._skipped))
 
     def __enter__(self) -> "Peers":
         return self

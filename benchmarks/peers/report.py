@@ -3,17 +3,17 @@
 A peer is an arm whose details are whether it drafts, its version, and its fastest settings.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.markup import escape
 
-from specinfer.bench.comparisons import Comparison
-from specinfer.bench.latency_report import LatencyReport
+from specinfer.bench.comparisons import Compared, Comparison, numbers_by_kind
+from specinfer.bench.latency import latency_numbers_by_kind
 from specinfer.bench.results import Arm, Run
+from specinfer.reporting.report import Table, Value, fields_of
 from specinfer.reporting.spread import Spread, partings
-from specinfer.reporting.tables import Column, print_rows
 
 
 def ratio_over(ours: Arm, peer: Arm) -> Spread:
@@ -39,93 +39,87 @@ def _ratio(ours: Arm, peer: Arm, value: Any) -> Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerReport:
+class PeerRuns:
     """The peers that were measured, and the reason for each one that was not."""
 
     arms: tuple[Arm, ...]
     skipped: Mapping[str, str]
 
-    def of(self, prompts: Collection[int]) -> "PeerReport":
-        """Return a report with only the runs on these prompts."""
-        return replace(self, arms=tuple(arm.of(prompts) for arm in self.arms))
-
-    def as_ratios(self, result: Comparison) -> dict[str, object]:
-        """Return each peer's speed and the ratio of our speeds to it, ready for JSON."""
-        return {
-            peer.name: {
-                "tokens_per_second": peer.tokens_per_second.median,
-                "tree_over_peer": ratio_over(result.best, peer).median,
-                "plain_over_peer": ratio_over(result.plain, peer).median,
-            }
-            for peer in self.arms
-        }
-
-    def as_dict(self, result: Comparison) -> dict[str, object]:
+    def as_dict(self, ours: Compared) -> dict[str, object]:
         """Return a form ready for JSON, with ratios to our plain decoding and to the best of our trees."""
-        return {
-            "peers": {peer.name: _peer_dict(peer, result) for peer in self.arms},
+        found: dict[str, Any] = {
+            "peers": {peer.name: fields_of(_values(ours.result), peer) for peer in self.arms},
             "peers_skipped": dict(self.skipped),
         }
+        if ours.kinds:
+            parts = latency_numbers_by_kind(ours)
+            for kind, numbers in numbers_by_kind(ours.kinds).items():
+                result = ours.result.of(numbers)
+                parts[kind]["peers"] = {peer.name: _kind_dict(peer.of(numbers), result) for peer in self.arms}
+            found["by_kind"] = parts
+        return found
 
 
-def _peer_dict(peer: Arm, result: Comparison) -> dict[str, object]:
-    best = result.best
+def _kind_dict(peer: Arm, result: Comparison) -> dict[str, object]:
     return {
-        "version": peer.details["version"],
-        "settings": dict(peer.details["settings"]),
-        **peer.tokens_per_second.fields("tokens_per_second"),
-        "tree": best.name,
-        **ratio_over(best, peer).fields("tree_over_peer"),
-        "tree_request_over_peer": _ratio(best, peer, _requests_per_second).median,
+        "tokens_per_second": peer.tokens_per_second.median,
+        "tree_over_peer": ratio_over(result.best, peer).median,
         "plain_over_peer": ratio_over(result.plain, peer).median,
-        "tokens_before_parting": peer_partings(result.plain, peer),
-        "runs": [run.as_request() for run in peer.runs],
     }
+
+
+def _values(result: Comparison) -> tuple[Value[Arm], ...]:
+    """Return what is reported of a peer beside our arms."""
+    plain, best = result.plain, result.best
+    return (
+        Value("", lambda peer: peer.name, heading="peer"),
+        Value("version", lambda peer: peer.details["version"], None),
+        Value("settings", lambda peer: dict(peer.details["settings"]), None),
+        Value("tokens_per_second", lambda peer: peer.tokens_per_second, "{:.4g}", "tokens/s"),
+        Value("tree", lambda _: best.name, None),
+        Value("tree_over_peer", lambda peer: ratio_over(best, peer), "{:.2f}", "tree/peer"),
+        Value("", lambda peer: ratio_over(best, peer).quartiles, heading="quartiles"),
+        Value("tree_request_over_peer", lambda peer: _ratio(best, peer, _requests_per_second).median, None),
+        Value("plain_over_peer", lambda peer: ratio_over(plain, peer).median, "{:.2f}", "plain/peer"),
+        Value("tokens_before_parting", lambda peer: peer_partings(plain, peer), None),
+        Value("runs", lambda peer: [run.as_request() for run in peer.runs], None),
+    )
 
 
 def _requests_per_second(run: Run) -> float:
     return 1 / (run.prompt_time + run.time)
 
 
-def print_peers(report: LatencyReport, peers: PeerReport, console: Console) -> None:
-    """Print each peer's speed, our speed divided by it and its settings, and the reason for each skipped peer."""
-    if peers.arms:
-        _print_speeds(report, peers.arms, console)
-    console.print()
-    for peer in peers.arms:
-        about = f"{settings_text(peer)}, {peer.details['version']}{_parting(peer, report)}"
-        console.print(f"peer {peer.name}{about}", highlight=False)
-    for name, reason in peers.skipped.items():
-        console.print(f"peer {name} skipped: {reason}", highlight=False, markup=False)
+def peer_tables(ours: Compared, peers: PeerRuns) -> list[Table[Arm]]:
+    """Return each peer's speed, and our speed divided by it, also by kind of prompt."""
+    values, best = _values(ours.result), ours.result.best.name
+    title = f"Other engines on the same weights: speed of our tree {best} and of plain decoding over theirs"
+    tables = [Table("", title, values, peers.arms)]
+    if ours.kinds:
+        kinds = [_over_of_kind(kind, part, best) for kind, part in ours.by_kind().items()]
+        title = f"Speed of our tree {best} over theirs, by kind of prompt"
+        tables.append(Table("", title, (values[0], *kinds), peers.arms))
+    return tables
 
 
-def _print_speeds(report: LatencyReport, peers: tuple[Arm, ...], console: Console) -> None:
-    plain, best = report.result.plain, report.result.best
-    name = Column[Arm]("peer", lambda peer: peer.name, label=True)
-    speeds = (
-        Column[Arm]("tokens/s", lambda peer: f"{peer.tokens_per_second.median:.4g}"),
-        Column[Arm]("tree/peer", lambda peer: f"{ratio_over(best, peer).median:.2f}"),
-        Column[Arm]("quartiles", lambda peer: ratio_over(best, peer).quartiles),
-        Column[Arm](
-            "plain/peer", lambda peer: "" if peer.details["drafts"] else f"{ratio_over(plain, peer).median:.2f}"
-        ),
-    )
-    title = f"Other engines on the same weights: speed of our tree {best.name} and of plain decoding over theirs"
-    print_rows(console, title, (name, *speeds), peers)
-    if report.kinds:
-        kinds = [Column(kind, _of_kind(part, best.name)) for kind, part in report.by_kind().items()]
-        print_rows(console, f"Speed of our tree {best.name} over theirs, by kind of prompt", (name, *kinds), peers)
-
-
-def _of_kind(part: LatencyReport, tree: str) -> Callable[[Arm], str]:
+def _over_of_kind(kind: str, part: Compared, tree: str) -> Value[Arm]:
     numbers = {number for run in part.result.plain.runs for number in run.prompts}
-    return lambda peer: f"{ratio_over(part.result.arm(tree), peer.of(numbers)).median:.2f}"
+    return Value(kind, lambda peer: ratio_over(part.result.arm(tree), peer.of(numbers)).median, "{:.2f}")
 
 
-def _parting(peer: Arm, report: LatencyReport) -> str:
-    if report.options["temperature"] != 0:
+def peer_lines(ours: Compared, peers: PeerRuns) -> Iterator[str]:
+    """Yield each peer's settings and whether its tokens are ours, and the reason for each skipped peer."""
+    for peer in peers.arms:
+        about = f"{settings_text(peer)}, {peer.details['version']}{_parting(peer, ours)}"
+        yield f"peer {peer.name}{about}"
+    for name, reason in peers.skipped.items():
+        yield escape(f"peer {name} skipped: {reason}")
+
+
+def _parting(peer: Arm, ours: Compared) -> str:
+    if ours.config.temperature != 0:
         return ""
-    if parted := peer_partings(report.result.plain, peer):
+    if parted := peer_partings(ours.result.plain, peer):
         return (
             f": {len(parted)} of {len(peer.runs)} outputs part from our plain decoding, "
             f"the earliest after {min(parted)} tokens"

@@ -5,12 +5,10 @@ The machines are described by their links and by the speed of their devices rela
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-from rich.console import Console
 
-from benchmarks.report import Report, Table, Value, finish
 from benchmarks.simulation.cluster import Cluster, RankCosts
 from benchmarks.simulation.links import Link, parse_rate, parse_seconds
 from benchmarks.simulation.plans import MAX_MACHINES, Planner, Prediction
@@ -20,11 +18,14 @@ from specinfer.cli.plan import PLAN
 from specinfer.core.options import parse_size, setting
 from specinfer.model.device import find_device
 from specinfer.planning.options import PlanConfig
-from specinfer.planning.plan import run_plan
+from specinfer.planning.plan import make_plan
+from specinfer.planning.plan_page import plan_page
 from specinfer.planning.target_shape import TargetShape, mean_bytes
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
-from specinfer.reporting.files import check_files, options_of
+from specinfer.reporting.files import options_of
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
 
 _PANEL = "Machines"
 _NO_SIZE = (1e9,)  # size of a curve that is constant over the number of rows
@@ -97,17 +98,17 @@ class SimulationConfig(PlanConfig):
         return costs.on_faster(self.scale, read_scale)
 
 
-def run_simulation(config: SimulationConfig, console: Console | None = None) -> Report:
-    """Measure costs and acceptance where unknown, compare all splits and trees, and write the requested file.
+@reported
+def run_simulation(config: SimulationConfig, progress: StageBar) -> Report[None]:
+    """Measure costs and acceptance where unknown, and compare all splits and trees.
 
     Raises:
         ModelError: A model cannot be used.
         ValueError: An option cannot be used; the message names it.
         RuntimeError: A request failed.
     """
-    check_files(config.json, None)
     plan = PlanConfig(**{name: getattr(config, name) for name in PlanConfig.__dataclass_fields__})
-    measured = run_plan(replace(plan, json=None, plot=None), console)
+    measured = make_plan(plan, progress)
     environment, target = measured.environment, find_models(config.model, config.drafters).target
     width = mean_bytes(target, environment.dtype, environment.quantization, find_device(config.device))
     predictions = plan_machines(config, TargetShape.from_folder(target, width), measured.costs, measured.by_rank)
@@ -137,8 +138,8 @@ def run_simulation(config: SimulationConfig, console: Console | None = None) -> 
         "speedup: over plain decoding, split alike; messages: share of a step in which they are under way; idle: of a "
         "stage's time",
     )
-    numbers = {"plan": measured.as_dict()}
-    return finish(Report(lines, (table,), options_of(config), asdict(environment), numbers), config)
+    numbers = {"plan": replace(plan_page(measured), options=options_of(plan)).as_dict()}
+    return Report(lines, (table,), environment=environment, numbers=numbers)
 
 
 def plan_machines(
@@ -166,7 +167,6 @@ SIMULATE = replace(
     name="simulate",
     config=SimulationConfig,
     run="benchmarks.simulation.page:run_simulation",
-    show="benchmarks.report:print_report",
     help="Predict the speed of a target split over several machines.",
     extra=None,
 )

@@ -17,8 +17,7 @@ from specinfer.bench.acceptance import next_token_ranks, run_acceptance
 from specinfer.bench.acceptance_drafters import describe, disturbed_copies
 from specinfer.bench.acceptance_options import PARTS, AcceptanceConfig
 from specinfer.bench.acceptance_plans import shapes
-from specinfer.bench.acceptance_report import SAME_TIME, AcceptanceReport, Counts, HitRates, Setup, jackknife, ratios
-from specinfer.bench.acceptance_table import plot_acceptance, print_acceptance
+from specinfer.bench.acceptance_report import SAME_TIME, Counted, Counts, HitRates, Setup, jackknife, ratios
 from specinfer.bench.acceptance_time import fitting_trees
 from specinfer.cli.app import app
 from specinfer.core.tree_shape import parse_tree
@@ -26,6 +25,7 @@ from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
+from specinfer.reporting.report import Report
 from tiny import load_runner, save_model
 
 PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
@@ -47,27 +47,34 @@ def make_config(folders: tuple[str, str], **changes: Any) -> AcceptanceConfig:
 
 
 @pytest.fixture(scope="module")
-def report(folders: tuple[str, str]) -> AcceptanceReport:
+def report(folders: tuple[str, str]) -> Report[Counted]:
     return run_acceptance(make_config(folders))
 
 
-def test_all_parts_have_their_rows(report: AcceptanceReport) -> None:
-    assert list(report.parts) == [*PARTS[1:], SAME_TIME]
-    assert [(rates.drafter, rates.temperature) for rates in report.hit_rates] == [("drafter", 0.0), ("drafter", 1.0)]
-    assert [row.label for row in report.parts["table2"]] == ["greedy", "sampled"]
-    assert [list(row.cells) for row in report.parts["table2"]] == [[f"k={k}" for k in range(1, 6)]] * 2
-    assert [row.label.split(",")[0] for row in report.parts["table3"]] == ["target-only", "target-only", "multi-step"]
-    assert [row.label for row in report.parts["drafters"]] == ["drafter", "suffix", "the first 2, merged"]
-    rules = report.parts["rules"]
+def test_all_parts_have_their_rows(report: Report[Counted]) -> None:
+    assert list(report.measured.parts) == [*PARTS[1:], SAME_TIME]
+    assert [(rates.drafter, rates.temperature) for rates in report.measured.hit_rates] == [
+        ("drafter", 0.0),
+        ("drafter", 1.0),
+    ]
+    assert [row.label for row in report.measured.parts["table2"]] == ["greedy", "sampled"]
+    assert [list(row.cells) for row in report.measured.parts["table2"]] == [[f"k={k}" for k in range(1, 6)]] * 2
+    assert [row.label.split(",")[0] for row in report.measured.parts["table3"]] == [
+        "target-only",
+        "target-only",
+        "multi-step",
+    ]
+    assert [row.label for row in report.measured.parts["drafters"]] == ["drafter", "suffix", "the first 2, merged"]
+    rules = report.measured.parts["rules"]
     assert [row.label for row in rules if row.group.startswith("temperature 0,")] == ["any rule"]
     assert len(rules) == 1 + 7
 
 
-def test_a_drafter_that_is_the_target_is_always_right(report: AcceptanceReport) -> None:
-    greedy, sampled = report.hit_rates
+def test_a_drafter_that_is_the_target_is_always_right(report: Report[Counted]) -> None:
+    greedy, sampled = report.measured.hit_rates
     assert [greedy.within(k).value for k in (1, 5)] == [1.0, 1.0]
     assert greedy.within(1).value >= sampled.within(1).value
-    for row in report.parts["rules"]:
+    for row in report.measured.parts["rules"]:
         if row.label == "any rule" or row.label.startswith("coupled"):
             # Chains of 4, and 12 tokens: passes of 5, 5 and 2.
             assert row.cells["chain"].tokens_per_pass.value == pytest.approx(4.0)
@@ -75,7 +82,7 @@ def test_a_drafter_that_is_the_target_is_always_right(report: AcceptanceReport) 
             assert row.cells["chain"].passes == (3, 3)
 
 
-def test_trees_that_are_compared_have_the_same_number_of_nodes(report: AcceptanceReport) -> None:
+def test_trees_that_are_compared_have_the_same_number_of_nodes(report: Report[Counted]) -> None:
     for num_nodes in (1, 2, 3, 4, 7, 8, 16, 31, 32, 64, 1024):
         sizes = {name: parse_tree(tree).max_nodes for name, tree in shapes(num_nodes).items()}
         assert sizes["chain"] == sizes["best-first"] == num_nodes
@@ -100,22 +107,22 @@ def test_ratios_are_paired() -> None:
     assert (over.value, over.error) == (pytest.approx(2.0), pytest.approx(0.0, abs=1e-12))
 
 
-def test_several_drafters_are_compared_with_the_best_single_one(report: AcceptanceReport) -> None:
-    compared = ratios("drafters", report.parts["drafters"])
+def test_several_drafters_are_compared_with_the_best_single_one(report: Report[Counted]) -> None:
+    compared = ratios("drafters", report.measured.parts["drafters"])
     assert {row.label for row, *_ in compared} == {"suffix", "the first 2, merged"}
     assert all(base.setup.drafters == ("drafter",) for *_, base in compared)
-    naive = ratios("table3", report.parts["table3"])
+    naive = ratios("table3", report.measured.parts["table3"])
     assert {base.setup.drawing for *_, base in naive} == {"top-k"}
 
 
-def test_drafters_are_compared_in_the_same_time_too(report: AcceptanceReport) -> None:
-    for row in report.parts["drafters"]:
+def test_drafters_are_compared_in_the_same_time_too(report: Report[Counted]) -> None:
+    for row in report.measured.parts["drafters"]:
         for counts in row.cells.values():
             assert counts.tokens_per_second == sum(counts.generated) / counts.seconds > 0
     text = io.StringIO()
-    print_acceptance(report, Console(file=text, width=200))
+    report.print(Console(file=text, width=200))
     assert "The same runs, all prompts at once: tokens per second" in text.getvalue()
-    rows = report.parts[SAME_TIME]
+    rows = report.measured.parts[SAME_TIME]
     assert [row.label for row in rows] == ["drafter", "suffix", "the first 2, merged"]
     assert re.fullmatch(r"best first, steps of \d+\.\d\d ms, verified by coupled", rows[0].group)
     shape = rows[0].cells["temperature 0"].setup.tree.removeprefix("best-first:")
@@ -186,7 +193,7 @@ def test_disturbed_copies_are_worse_and_worse(folders: tuple[str, str], tmp_path
     assert 0 < distances[0] < distances[1]
 
 
-def test_what_is_written_and_shown(folders: tuple[str, str], report: AcceptanceReport, tmp_path: Path) -> None:
+def test_what_is_written_and_shown(folders: tuple[str, str], report: Report[Counted], tmp_path: Path) -> None:
     paths = {"json": tmp_path / "numbers.json", "plot": str(tmp_path / "plot.svg")}
     made = run_acceptance(make_config(folders, parts=("table1", "drafters"), drafters=(folders[1],), **paths))
     numbers = json.loads(paths["json"].read_text())
@@ -194,10 +201,10 @@ def test_what_is_written_and_shown(folders: tuple[str, str], report: AcceptanceR
     assert {"table1", "drafters", "options", "environment", "ratios"} <= numbers.keys()
     assert "table2" not in numbers
     assert Path(paths["plot"]).read_text().lstrip().startswith("<?xml")
-    plot_acceptance(report, tmp_path / "all.png")
+    report.draw(tmp_path / "all.png")
     assert (tmp_path / "all.png").stat().st_size > 1000
     shown = io.StringIO()
-    print_acceptance(report, Console(file=shown, width=80))
+    report.print(Console(file=shown, width=80))
     assert "Table 1" in shown.getvalue()
     assert "as a multiple of the best single drafter" in shown.getvalue()
     assert max(map(len, shown.getvalue().splitlines())) <= 80

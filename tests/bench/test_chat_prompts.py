@@ -14,17 +14,16 @@ from typer.testing import CliRunner
 
 from specinfer.bench.acceptance import run_acceptance
 from specinfer.bench.acceptance_options import AcceptanceConfig
-from specinfer.bench.acceptance_table import print_acceptance
-from specinfer.bench.latency import run_latency
-from specinfer.bench.latency_report import LatencyReport, print_latency
+from specinfer.bench.comparisons import ArmRow, Compared
+from specinfer.bench.latency import latency_page, run_latency
 from specinfer.bench.options import KINDS, PLAIN, LatencyConfig, ThroughputConfig, kinds_for
 from specinfer.bench.prompts import PromptSet, chat_prompts, chat_token_ids, find_prompts
 from specinfer.bench.throughput import run_throughput
-from specinfer.bench.throughput_report import print_throughput
 from specinfer.cli.app import app
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.chat_model import CHAT
 from specinfer.llm import LLM
+from specinfer.reporting.report import Report
 from tiny import save_model, save_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -51,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def report(folder: str) -> LatencyReport:
+def report(folder: str) -> Report[Compared]:
     config = LatencyConfig(
         model=folder, drafters="suffix", trees=("1,1", "2"), device="cpu", kinds=TWO, num_prompts=4,
         max_tokens=MAX_TOKENS, repeats=2,
@@ -59,9 +58,9 @@ def report(folder: str) -> LatencyReport:
     return run_latency(config)
 
 
-def shown(printed: Callable[[Any, Console], None], report: Any) -> str:
+def shown(report: Report[Any]) -> str:
     text = io.StringIO()
-    printed(report, Console(file=text, width=80))
+    report.print(Console(file=text, width=80))
     return text.getvalue()
 
 
@@ -138,15 +137,17 @@ def test_a_bad_kind_is_named_on_the_command_line() -> None:
 # ------------------------------------------------------------------------------------------ answers
 
 
-def test_answers_end_where_plain_decoding_ends_them(folder: str, report: LatencyReport) -> None:
-    lengths = {run.prompts[0]: len(run.token_ids) for run in report.result.plain.runs}
+def test_answers_end_where_plain_decoding_ends_them(folder: str, report: Report[Compared]) -> None:
+    lengths = {run.prompts[0]: len(run.token_ids) for run in report.measured.result.plain.runs}
     assert lengths[0] < MAX_TOKENS
     with LLM(folder, drafters=[], device="cpu", enable_prefix_caching=False) as llm:
         prompts = [{"prompt_token_ids": ids} for ids in chat_token_ids(Path(folder), 4, TWO).token_ids]
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False)
     for number, output in enumerate(outputs):
         tokens = tuple(output.outputs[0].token_ids)
-        assert {run.token_ids for arm in report.result.arms for run in arm.runs if run.prompts[0] == number} == {tokens}
+        assert {
+            run.token_ids for arm in report.measured.result.arms for run in arm.runs if run.prompts[0] == number
+        } == {tokens}
 
 
 def test_texts_to_continue_do_not_end(folder: str) -> None:
@@ -161,7 +162,7 @@ def test_no_arm_can_look_up_what_was_generated_before_it(folder: str) -> None:
         temperature=1.0, repeats=3,
     )  # fmt: skip
     report = run_latency(config)
-    passes = [len(run.steps) for run in report.result.trees[0].runs]
+    passes = [len(run.steps) for run in report.measured.result.trees[0].runs]
     assert passes[:2] == passes[2:4] == passes[4:]
     together = run_throughput(
         ThroughputConfig(
@@ -169,25 +170,25 @@ def test_no_arm_can_look_up_what_was_generated_before_it(folder: str) -> None:
             temperature=1.0, repeats=3, batch_sizes=(1,),
         )
     )  # fmt: skip
-    steps = [len(run.steps) for run in together.results[0].trees[0].runs]
+    steps = [len(run.steps) for run in together.measured.results[0].trees[0].runs]
     assert steps == passes
 
 
 # ------------------------------------------------------------------------------------- by kind
 
 
-def test_latency_by_kind_is_that_of_the_kind_alone(report: LatencyReport) -> None:
-    parts = report.by_kind()
+def test_latency_by_kind_is_that_of_the_kind_alone(report: Report[Compared]) -> None:
+    parts = report.measured.by_kind()
     assert tuple(parts) == TWO
     assert [run.prompts[0] for run in parts["lists"].result.plain.runs] == [1, 3, 1, 3]
-    assert sum(part.result.trees[0].num_passes for part in parts.values()) == report.result.trees[0].num_passes
+    assert sum(part.result.trees[0].num_passes for part in parts.values()) == report.measured.result.trees[0].num_passes
     numbers: Any = json.loads(json.dumps(report.as_dict()))
     for kind, part in parts.items():
         assert numbers["by_kind"][kind]["num_prompts"] == 2
         assert set(numbers["by_kind"][kind]["arms"]) == {PLAIN, "1,1", "2"}
         assert numbers["by_kind"][kind]["arms"]["2"]["speedup"] == part.result.speedup_of(part.result.trees[1]).median
-    assert "by_kind" not in replace(report, kinds=()).as_dict()
-    text = shown(print_latency, report)
+    assert "by_kind" not in latency_page(replace(report.measured, kinds=())).as_dict()
+    text = shown(report)
     assert re.search(r"By kind of prompt\n.*\n.*\nquestions +off .*\n +1,1 ", text)
     tables = text.partition("medians")[2].partition("Sampled steps")[0]
     assert max(map(len, tables.splitlines())) <= 80
@@ -199,11 +200,11 @@ def test_throughput_by_kind_counts_each_request(folder: str) -> None:
         max_tokens=MAX_TOKENS, repeats=1,
     )  # fmt: skip
     report = run_throughput(config)
-    for result in report.results:
+    for result in report.measured.results:
         (arm,) = result.trees
         for run in arm.runs:
             assert [answer.num_tokens for answer in run.answers] == [len(tokens) - 1 for tokens in run.outputs]
-        by_kind = report.by_kind(result, arm)
+        by_kind = report.measured.kinds_of(ArmRow(result, arm))
         assert tuple(by_kind) == TWO
         answers = [(prompt, one) for run in arm.runs for prompt, one in zip(run.prompts, run.answers, strict=True)]
         lists = [one for prompt, one in answers if prompt % 2]
@@ -211,7 +212,7 @@ def test_throughput_by_kind_counts_each_request(folder: str) -> None:
         assert by_kind["lists"][0] == pytest.approx(expected)
     numbers: Any = json.loads(json.dumps(report.as_dict()))
     assert set(numbers["batches"][1]["by_kind"]["1,1"]) == set(TWO)
-    text = shown(print_throughput, report)
+    text = shown(report)
     assert re.search(r"1 +1,1 +\d\.\d\d \d+\.\d\d +\d\.\d\d \d+\.\d\d", text)
 
 
@@ -221,14 +222,14 @@ def test_acceptance_by_kind_adds_up_to_the_whole(folder: str) -> None:
         max_tokens=MAX_TOKENS, nodes=(4,), temperatures=(0.0,),
     )  # fmt: skip
     report = run_acceptance(config)
-    assert sorted(report.kinds) == sorted(2 * TWO)
-    counts = report.parts["drafters"][0].cells["temperature 0"]
+    assert sorted(report.measured.kinds) == sorted(2 * TWO)
+    counts = report.measured.parts["drafters"][0].cells["temperature 0"]
     assert not config.sampling_params(0, 0.0).ignore_eos  # answers end
     assert AcceptanceConfig().sampling_params(0, 0.0).ignore_eos
-    by_kind = report.by_kind(counts)
+    by_kind = report.measured.by_kind(counts)
     for kind, rate in by_kind.items():
-        numbers = [i for i, own in enumerate(report.kinds) if own == kind]
+        numbers = [i for i, own in enumerate(report.measured.kinds) if own == kind]
         assert rate == sum(counts.generated[i] for i in numbers) / sum(counts.passes[i] for i in numbers)
     written: Any = json.loads(json.dumps(report.as_dict()))
     assert written["by_kind"]["drafters"][0]["tokens_per_pass"] == by_kind
-    assert "By kind of prompt: tokens per pass, temperature 0" in shown(print_acceptance, report)
+    assert "By kind of prompt: tokens per pass, temperature 0" in shown(report)

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from specinfer.bench import loop
-from specinfer.bench.comparisons import fidelity
-from specinfer.bench.latency import run_latency
-from specinfer.bench.latency_report import LatencyReport, plot_latency, print_latency
+from specinfer.bench.comparisons import Compared
+from specinfer.bench.latency import latency_page, run_latency
 from specinfer.bench.loop import schedule
 from specinfer.bench.models import find_models
 from specinfer.bench.options import PLAIN, LatencyConfig
 from specinfer.llm import LLM
+from specinfer.reporting.report import Report
 from specinfer.reporting.spread import Spread, first_difference
 from tiny import VOCAB, save_model
 
@@ -43,7 +43,7 @@ def make_config(folders: tuple[str, str], **changes: Any) -> LatencyConfig:
 
 
 @pytest.fixture(scope="module")
-def report(folders: tuple[str, str]) -> Iterator[LatencyReport]:
+def report(folders: tuple[str, str]) -> Iterator[Report[Compared]]:
     stream = LLM.stream
 
     def spy(self: LLM, *args: Any) -> Iterator[Any]:
@@ -59,8 +59,8 @@ def report(folders: tuple[str, str]) -> Iterator[LatencyReport]:
 
 def test_the_type_of_keys_and_values_is_measured_and_reported(folders: tuple[str, str]) -> None:
     report = run_latency(make_config(folders, kv_cache_dtype="fp8", trees=TREES[:1], repeats=1, prompts=PROMPTS[:1]))
-    assert report.environment.kv_cache_dtype == "float8_e4m3fn"
-    assert report.environment.precision == "float32, KV cache float8_e4m3fn"
+    assert report.measured.environment.kv_cache_dtype == "float8_e4m3fn"
+    assert report.measured.environment.precision == "float32, KV cache float8_e4m3fn"
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto"):
         make_config(folders, kv_cache_dtype="int8")
 
@@ -86,14 +86,14 @@ def refuse_to_load(*_: object, **__: object) -> None:
     raise AssertionError("the long work began")
 
 
-def test_every_arm_runs_on_every_prompt_in_every_repeat(report: LatencyReport) -> None:
-    places = [(run.repeat, run.prompts[0]) for run in report.result.plain.runs]
+def test_every_arm_runs_on_every_prompt_in_every_repeat(report: Report[Compared]) -> None:
+    places = [(run.repeat, run.prompts[0]) for run in report.measured.result.plain.runs]
     assert places == [(repeat, prompt) for repeat in range(3) for prompt in range(2)]
-    for arm in report.result.trees:
+    for arm in report.measured.result.trees:
         assert [(run.repeat, run.prompts[0]) for run in arm.runs] == places
-        assert [run.token_ids for run in arm.runs] == [run.token_ids for run in report.result.plain.runs]
-        assert report.result.partings(arm) == []
-    assert all(len(run.token_ids) == MAX_TOKENS for run in report.result.plain.runs)
+        assert [run.token_ids for run in arm.runs] == [run.token_ids for run in report.measured.result.plain.runs]
+        assert report.measured.result.partings(arm) == []
+    assert all(len(run.token_ids) == MAX_TOKENS for run in report.measured.result.plain.runs)
 
 
 def test_the_arms_take_turns_in_going_first() -> None:
@@ -106,10 +106,10 @@ def test_the_arms_take_turns_in_going_first() -> None:
     assert firsts_in_order == ["off", "a", "a", "off", "off", "a"]
 
 
-def test_speedup_is_the_median_ratio_of_the_recorded_times(report: LatencyReport) -> None:
+def test_speedup_is_the_median_ratio_of_the_recorded_times(report: Report[Compared]) -> None:
     numbers: Any = report.as_dict()
     plain = numbers["arms"][PLAIN]["runs"]
-    for arm in report.result.trees:
+    for arm in report.measured.result.trees:
         runs = numbers["arms"][arm.name]["runs"]
         ratios = [a["decode_ms"] / b["decode_ms"] for a, b in zip(plain, runs, strict=True)]
         assert numbers["arms"][arm.name]["speedup"] == pytest.approx(statistics.median(ratios))
@@ -123,34 +123,34 @@ def test_speedup_is_the_median_ratio_of_the_recorded_times(report: LatencyReport
     assert numbers["tokens_per_pass"] == numbers["arms"][TREES[0]]["tokens_per_pass"]
 
 
-def test_passes_are_those_the_requests_counted(report: LatencyReport) -> None:
-    counted = COUNTERS[len(report.result.arms) :]  # the warm-up runs came first
-    runs = [run for arm in report.result.arms for run in arm.runs]
+def test_passes_are_those_the_requests_counted(report: Report[Compared]) -> None:
+    counted = COUNTERS[len(report.measured.result.arms) :]  # the warm-up runs came first
+    runs = [run for arm in report.measured.result.arms for run in arm.runs]
     assert len(counted) == len(runs)
     # The first token is said by a pass of its own, outside the clock.
     assert sum(c["num_target_passes"] - 1 for c in counted) == sum(len(run.steps) for run in runs)
     accepted = sum(step.num_generated - 1 for run in runs for step in run.steps)
     assert sum(c["num_accepted_draft_tokens"] for c in counted) == accepted > 0
-    assert report.result.plain.tokens_per_pass == 1.0
+    assert report.measured.result.plain.tokens_per_pass == 1.0
     for run in runs:
         assert sum(step.num_generated for step in run.steps) == run.num_decoded == run.num_tokens - 1
 
 
-def test_a_perfect_drafter_is_always_right(report: LatencyReport) -> None:
-    arm = report.result.trees[0]
+def test_a_perfect_drafter_is_always_right(report: Report[Compared]) -> None:
+    arm = report.measured.result.trees[0]
     assert arm.acceptance_by_depth == [1.0, 1.0, 1.0]
     assert [step.num_levels for step in arm.runs[0].steps] == [3, 3, 2]  # 11 tokens; the last pass needs no more
     assert arm.tokens_per_pass == pytest.approx(11 / 3)
-    assert report.result.plain.acceptance_by_depth == []
+    assert report.measured.result.plain.acceptance_by_depth == []
 
 
-def test_the_parts_of_a_pass_sum_to_the_time(report: LatencyReport) -> None:
-    for arm in report.result.arms:
+def test_the_parts_of_a_pass_sum_to_the_time(report: Report[Compared]) -> None:
+    for arm in report.measured.result.arms:
         total = 1000 * sum(run.time for run in arm.runs) / arm.num_passes
         assert arm.ms_per_pass == pytest.approx(total)
         assert sum(arm.split.values()) == pytest.approx(total)
         assert min(arm.split["target"], arm.split["rest"]) > 0
-    assert report.result.plain.split["draft"] < report.result.trees[0].split["draft"]
+    assert report.measured.result.plain.split["draft"] < report.measured.result.trees[0].split["draft"]
 
 
 def test_spread() -> None:
@@ -160,7 +160,7 @@ def test_spread() -> None:
     assert first_difference([1, 2], [1, 2]) == 2
 
 
-def test_what_is_written_and_shown(report: LatencyReport, folders: tuple[str, str], tmp_path: Path) -> None:
+def test_what_is_written_and_shown(report: Report[Compared], folders: tuple[str, str], tmp_path: Path) -> None:
     numbers = json.loads(json.dumps(report.as_dict()))
     assert {"speedup", "tokens_per_pass", "tree", "arms", "options", "environment", "num_prompts"} <= set(numbers)
     assert set(numbers["arms"]) == {PLAIN, *TREES}
@@ -168,29 +168,32 @@ def test_what_is_written_and_shown(report: LatencyReport, folders: tuple[str, st
     parameters = numbers["environment"]["target_parameters"]
     assert numbers["environment"]["drafter_parameters"] == {"drafter": parameters}
     for suffix in (".png", ".svg"):
-        plot_latency(report, tmp_path / f"plot{suffix}")
+        report.draw(tmp_path / f"plot{suffix}")
         assert (tmp_path / f"plot{suffix}").stat().st_size > 1000
     shown = io.StringIO()
-    print_latency(report, Console(file=shown, width=140))
-    assert f"{report.speedup:.2f}" in shown.getvalue()
+    report.print(Console(file=shown, width=140))
+    assert f"{numbers['speedup']:.2f}" in shown.getvalue()
     assert "the same tokens as plain decoding in all 6 runs" in shown.getvalue()
 
 
-def test_rules_that_draw_other_tokens_than_plain_decoding_say_so(report: LatencyReport) -> None:
+def test_rules_that_draw_other_tokens_than_plain_decoding_say_so(report: Report[Compared]) -> None:
     """With the coupled rule, tokens that differ come from rounding."""
-    comparisons, environment = (report.result,), report.environment
-    sampled = dict(report.options) | {"temperature": 1.0}
-    other = fidelity(TREES[0], comparisons, environment, sampled | {"verification": "traversal"})
+    measured = report.measured
+
+    def fidelity(**changes: Any) -> str:
+        return replace(measured, config=replace(measured.config, **changes)).fidelity()[0]
+
+    other = fidelity(temperature=1.0, verification="traversal")
     assert other.endswith("other tokens than plain decoding, of the same distribution, as with traversal verification")
-    for options in (sampled, dict(report.options) | {"verification": "traversal"}):
-        assert "the same tokens as plain decoding" in fidelity(TREES[0], comparisons, environment, options)
+    for changes in ({"temperature": 1.0}, {"verification": "traversal"}):
+        assert "the same tokens as plain decoding" in fidelity(**changes)
 
 
-def test_drafters_without_weights_of_their_own_are_named(report: LatencyReport, folders: tuple[str, str]) -> None:
+def test_drafters_without_weights_of_their_own_are_named(report: Report[Compared], folders: tuple[str, str]) -> None:
     models = find_models(folders[0], ("self:int8", "suffix", folders[1]))
-    environment = replace(report.environment, drafter_parameters=models.drafter_parameters)
+    environment = replace(report.measured.environment, drafter_parameters=models.drafter_parameters)
     shown = io.StringIO()
-    print_latency(replace(report, environment=environment), Console(file=shown, width=200))
+    latency_page(replace(report.measured, environment=environment)).print(Console(file=shown, width=200))
     assert "drafters: self:int8, suffix, drafter 0.0 M parameters;" in shown.getvalue()
 
 
@@ -200,14 +203,18 @@ def test_files_asked_for_and_sampling_and_an_automatic_tree(folders: tuple[str, 
     report = run_latency(config)
     assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(report.as_dict()))
     assert Path(paths["plot"]).read_text().lstrip().startswith("<?xml")
-    assert report.environment.dtype == "bfloat16"
+    assert report.measured.environment.dtype == "bfloat16"
 
 
 @pytest.mark.distributed
-def test_a_target_over_two_processes_generates_the_same_tokens(report: LatencyReport, folders: tuple[str, str]) -> None:
+def test_a_target_over_two_processes_generates_the_same_tokens(
+    report: Report[Compared], folders: tuple[str, str]
+) -> None:
     split = run_latency(make_config(folders, repeats=1, warmup=0, tensor_parallel_size=2))
-    assert [run.token_ids for run in split.result.plain.runs] == [run.token_ids for run in report.result.plain.runs[:2]]
-    assert split.environment.target_parameters == report.environment.target_parameters
+    assert [run.token_ids for run in split.measured.result.plain.runs] == [
+        run.token_ids for run in report.measured.result.plain.runs[:2]
+    ]
+    assert split.measured.environment.target_parameters == report.measured.environment.target_parameters
     assert split.options["tensor_parallel_size"] == 2
 
 

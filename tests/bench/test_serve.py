@@ -20,15 +20,16 @@ from fake_server import FakeServer, serving
 from specinfer.bench.serve import run_serve
 from specinfer.bench.serve_load import arrivals, at_rate, schedule, send_all, send_alone
 from specinfer.bench.serve_options import DEFAULT, ServeConfig
+from specinfer.bench.serve_page import arm_lines
 from specinfer.bench.serve_process import running_server
-from specinfer.bench.serve_report import Overhead, RateResult, ServeArm, ServeReport
+from specinfer.bench.serve_report import Overhead, RateResult, ServeArm
 from specinfer.bench.serve_requests import LoadRequest, load_requests
 from specinfer.bench.serve_runs import RequestRun, Round
 from specinfer.bench.serve_search import highest_rate, next_rate
-from specinfer.bench.serve_table import arm_lines, overhead_line, print_serve
 from specinfer.cli.app import app
 from specinfer.client import open_async_client
 from specinfer.core.limits import SLO
+from specinfer.reporting.report import Report
 from specinfer.reporting.spread import Spread
 from tiny import save_model, save_tokenizer
 
@@ -52,6 +53,16 @@ def make_run(prompt: int = 0, **changes: Any) -> RequestRun:
 def make_config(server: FakeServer, **changes: Any) -> ServeConfig:
     options: dict[str, Any] = {"base_url": server.url, "num_prompts": 3, "repeats": 2, "max_tokens": 3}
     return ServeConfig(**(options | changes))
+
+
+def reporting(**changes: Any) -> ServeConfig:
+    return ServeConfig(base_url="http://127.0.0.1:1", **changes)
+
+
+def shown(report: Report[Any]) -> str:
+    output = io.StringIO()
+    report.print(Console(file=output, width=100))
+    return output.getvalue()
 
 
 # ------------------------------------------------------------------------------------ the plan
@@ -260,8 +271,7 @@ def test_what_fails_is_noted(server: FakeServer) -> None:
 def test_the_numbers_are_those_of_vllm() -> None:
     runs = (make_run(), make_run(1, ttft=0.3, latency=0.7, num_output=3), make_run(2, error="no", status=503))
     arm = ServeArm("off", (Round(runs, 2.0), Round((make_run(),), 1.0)))
-    options = {"metrics": ("ttft", "tpot", "itl", "e2el"), "percentiles": (50.0, 99.0), "goodput": {"ttft": 200.0}}
-    numbers = arm.numbers(options)
+    numbers = arm.numbers(reporting(percentiles=(50.0, 99.0), goodput={"ttft": 200.0}))
     assert (numbers["completed"], numbers["failed"], numbers["refused"], numbers["duration"]) == (3, 1, 1, 3.0)
     assert (numbers["total_input_tokens"], numbers["total_output_tokens"]) == (21, 13)
     assert numbers["request_throughput"] == pytest.approx(1.0)
@@ -284,13 +294,13 @@ def test_goodput_is_counted_by_class_with_the_targets_of_each_request() -> None:
         make_run(3, kind="batch", error="no", status=503),
     )
     arm = ServeArm("off", (Round(runs, 2.0),))
-    options = {"metrics": ("ttft",), "percentiles": (99.0,), "goodput": {"ttft": 120.0}, "max_concurrency": None}
-    assert arm.numbers(options)["request_goodput"] == pytest.approx(1.0)
+    config = reporting(metrics=("ttft",), goodput={"ttft": 120.0})
+    assert arm.numbers(config)["request_goodput"] == pytest.approx(1.0)
     assert arm.by_class({"ttft": 120.0}) == {
         "batch": {"requests": 2, "good": 1, "request_goodput": 0.5},
         "chat": {"requests": 2, "good": 1, "request_goodput": 0.5},
     }
-    assert "  of chat (met):                         1 of 2" in list(arm_lines(INF, arm, options))
+    assert "  of chat (met):                         1 of 2" in list(arm_lines(INF, arm, config))
 
 
 def test_counters_of_speculation_are_summed() -> None:
@@ -329,8 +339,7 @@ def test_most_at_once_counts_those_that_overlap() -> None:
 
 def test_the_table_is_that_of_vllm() -> None:
     arm = ServeArm("off", (Round((make_run(),), 2.0),))
-    options = {"metrics": ("ttft", "tpot"), "percentiles": (99.0,), "goodput": {}, "max_concurrency": 4}
-    lines = list(arm_lines(2.5, arm, options))
+    lines = list(arm_lines(2.5, arm, reporting(metrics=("ttft", "tpot"), max_concurrency=4)))
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert lines[-1] == "=" * 50
     assert "Successful requests:                     1" in lines
@@ -378,7 +387,7 @@ def test_one_arm_on_another_server_sends_nothing_special(server: FakeServer) -> 
         "path", "model", "messages", "max_tokens", "temperature", "ignore_eos", "stream", "stream_options", "seed",
     }  # fmt: skip
     assert server.asked[0]["path"] == "/v1/chat/completions"
-    assert report.results[0].plain is None
+    assert report.measured.results[0].plain is None
 
 
 @pytest.mark.parametrize("sends_slo", [True, False])
@@ -388,7 +397,7 @@ def test_a_trace_is_replayed_at_its_times_with_its_targets(server: FakeServer, t
     path.write_text("\n".join(map(json.dumps, entries)))
     config = make_config(server, dataset=str(path), repeats=1, warmups=0, trees=("off",), self_timed=True,
                          sends_slo=sends_slo)  # fmt: skip
-    (arm,) = run_serve(config).results[0].arms
+    (arm,) = run_serve(config).measured.results[0].arms
     assert [run.start for run in arm.runs] == pytest.approx([0.0, 0.06, 0.12], abs=0.05)
     assert sorted(body["max_tokens"] for body in server.asked) == [2, 3, 4]
     assert [body.get("slo") for body in server.asked] == [{"ttft": 9e4} if sends_slo else None] * 3
@@ -401,14 +410,12 @@ def test_the_highest_rate_is_searched_for_and_shown(server: FakeServer, tmp_path
         json=tmp_path / "report.json",
     )  # fmt: skip
     report = run_serve(config)
-    rates = [result.rate for result in report.results]
+    rates = [result.rate for result in report.measured.results]
     assert rates == [100.0 * 2**i for i in range(16)]
-    assert report.highest_rates == {"auto": rates[-1], "off": rates[-1]}
-    assert json.loads((tmp_path / "report.json").read_text())["highest_rates"] == report.highest_rates
-    output = io.StringIO()
-    print_serve(report, Console(file=output, width=100))
-    assert "Requests a second that met their targets" in output.getvalue()
-    assert "Highest rate at which 90 % met their targets: auto 3.28e+06, off 3.28e+06" in output.getvalue()
+    assert report.measured.highest_rates == {"auto": rates[-1], "off": rates[-1]}
+    assert json.loads((tmp_path / "report.json").read_text())["highest_rates"] == report.measured.highest_rates
+    assert "Requests a second that met their targets" in shown(report)
+    assert "Highest rate at which 90 % met their targets: auto 3.28e+06, off 3.28e+06" in shown(report)
 
 
 def test_a_search_without_targets_is_refused(server: FakeServer) -> None:
@@ -417,11 +424,10 @@ def test_a_search_without_targets_is_refused(server: FakeServer) -> None:
 
 
 def test_the_screen_shows_failures_and_how_arms_compare(server: FakeServer) -> None:
-    output = io.StringIO()
-    print_serve(run_serve(make_config(server)), Console(file=output, width=100))
-    assert output.getvalue().count("Serving Benchmark Result") == 2
-    assert "Times faster than plain decoding" in output.getvalue()
-    assert "0 of 6" in output.getvalue()
+    text = shown(run_serve(make_config(server)))
+    assert text.count("Serving Benchmark Result") == 2
+    assert "Times faster than plain decoding" in text
+    assert "0 of 6" in text
 
 
 def test_a_run_without_any_answer_fails(server: FakeServer) -> None:
@@ -452,7 +458,7 @@ def test_a_request_sent_alone_is_measured_as_among_others(server: FakeServer) ->
 
 def test_overhead_is_reported() -> None:
     overhead = Overhead(Spread.from_values([0.5, 0.7]), Spread.from_values([2.0]), Spread.from_values([4.0]), 2)
-    assert "0.600 ms a token (0.550 to 0.650) and 2.00 ms to the first token" in overhead_line(overhead)
+    assert "0.600 ms a token (0.550 to 0.650) and 2.00 ms to the first token" in str(overhead)
     assert overhead.as_dict()["num_pairs"] == 2
 
 
@@ -484,12 +490,12 @@ def test_a_server_of_its_own_is_started_measured_and_ended(tmp_path: Path) -> No
         model=str(model), drafters=("ngram",), dataset="random", prompt_chars=40, num_prompts=3, max_tokens=8,
         repeats=1, trees=("1,1", "off"), measures_overhead=True, dtype="float32",
     )  # fmt: skip
-    report: ServeReport = run_serve(config)
-    assert report.environment["served_model"] == "model"
-    (result,) = report.results
+    report = run_serve(config)
+    assert report.as_dict()["environment"]["served_model"] == "model"
+    (result,) = report.measured.results
     assert [len(arm.served) for arm in result.arms] == [3, 3]
     assert result.partings(result.arms[0]) == (0, 3)
     assert all(run.num_output == 8 for arm in result.arms for run in arm.runs)
-    assert report.overhead is not None
-    assert report.overhead.num_pairs == 3
-    assert report.overhead.token_ms.median < 50
+    assert report.measured.overhead is not None
+    assert report.measured.overhead.num_pairs == 3
+    assert report.measured.overhead.token_ms.median < 50

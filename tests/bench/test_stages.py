@@ -11,18 +11,18 @@ import torch
 from rich.console import Console
 
 from specinfer.bench.ceilings import Bandwidth, Ceilings, measure_ceilings
+from specinfer.bench.comparisons import Compared
 from specinfer.bench.latency import run_latency
-from specinfer.bench.latency_report import LatencyReport, print_latency
 from specinfer.bench.models import dtype_of
 from specinfer.bench.options import LatencyConfig, ThroughputConfig
-from specinfer.bench.stages import Roofline, Stages, StageSample, floors_text
+from specinfer.bench.stages import Roofline, Stages, StageSample
 from specinfer.bench.throughput import run_throughput
-from specinfer.bench.throughput_report import print_throughput
 from specinfer.core.step_record import StepRecord
 from specinfer.engine.timer import STAGES
 from specinfer.llm import LLM
 from specinfer.model.load import load_model
 from specinfer.model.pass_work import PassWork
+from specinfer.reporting.report import Report
 from tiny import VOCAB, random_prompts, save_model
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def report(folders: tuple[str, str]) -> LatencyReport:
+def report(folders: tuple[str, str]) -> Report[Compared]:
     target, drafter = folders
     return run_latency(
         LatencyConfig(target, (drafter,), ("1,1",), prompts=PROMPTS, max_tokens=12, repeats=1, warmup=0, device="cpu")
@@ -157,11 +157,11 @@ def test_a_stage_that_is_part_of_another_is_not_compared_with_its_floor() -> Non
     assert stages.as_dict()["over_floor"] == {"target": pytest.approx(2.0)}
 
 
-def test_latency_samples_the_steps_of_every_arm(report: LatencyReport) -> None:
+def test_latency_samples_the_steps_of_every_arm(report: Report[Compared]) -> None:
     numbers: Any = json.loads(json.dumps(report.as_dict()))
-    assert report.ceilings is not None
-    assert numbers["ceilings"] == report.ceilings.as_dict()
-    for arm in report.result.arms:
+    measured = report.measured
+    assert numbers["ceilings"] == measured.ceilings.as_dict()
+    for arm in measured.result.arms:
         # Of each run all steps but the last, which has no end.
         assert len(arm.stages.samples) == arm.num_passes - len(arm.runs)
         assert all(set(sample.seconds) == set(STAGES) for sample in arm.stages.samples)
@@ -172,18 +172,18 @@ def test_latency_samples_the_steps_of_every_arm(report: LatencyReport) -> None:
     assert "draft" not in numbers["arms"]["off"]["stages"]["over_floor"]
     assert numbers["arms"]["1,1"]["stages"]["over_floor"]["draft"] > 0
     shown = io.StringIO()
-    print_latency(report, Console(file=shown, width=140))
+    report.print(Console(file=shown, width=140))
     table = shown.getvalue().partition("Sampled steps: ")[2]
     assert table.count("%)") >= 5
-    assert str(report.ceilings) in table
-    assert floors_text(report.result.arms).startswith("\ntarget's pass over its floor: off ")
+    assert str(measured.ceilings) in table
+    assert measured.floors_text().startswith("\ntarget's pass over its floor: off ")
 
 
 def test_throughput_samples_once_all_prompts_are_read(folders: tuple[str, str]) -> None:
     target, drafter = folders
     options = {"prompts": PROMPTS, "batch_sizes": (2,), "max_tokens": 8, "repeats": 1, "warmup": 0, "device": "cpu"}
     report = run_throughput(ThroughputConfig(target, (drafter,), ("1,1",), **options))
-    (result,) = report.results
+    (result,) = report.measured.results
     for arm in result.arms:
         (run,) = arm.runs
         assert len(run.samples) == len(run.steps) - 1
@@ -191,6 +191,6 @@ def test_throughput_samples_once_all_prompts_are_read(folders: tuple[str, str]) 
     assert numbers["ceilings"]["gb_per_s"] > 0
     assert numbers["batches"][0]["arms"]["1,1"]["stages"]["percent_beside_target"] > 0
     shown = io.StringIO()
-    print_throughput(report, Console(file=shown, width=140))
+    report.print(Console(file=shown, width=140))
     rows = shown.getvalue().partition("Sampled steps: ")[2].splitlines()
     assert max(len(row) for row in rows[:5]) <= 80

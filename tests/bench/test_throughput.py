@@ -15,16 +15,18 @@ from typer.testing import CliRunner
 
 from full_disk import limited_files
 from specinfer.bench import loop
+from specinfer.bench.comparisons import Compared
 from specinfer.bench.loop import open_session, schedule
 from specinfer.bench.options import PLAIN, ThroughputConfig
 from specinfer.bench.prompts import PromptSet
 from specinfer.bench.results import PARTS
 from specinfer.bench.throughput import run_throughput
-from specinfer.bench.throughput_report import ThroughputReport, plot_throughput, print_throughput
 from specinfer.cli.app import app
 from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.model.runner import ModelRunner
+from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.report import Report
 from tiny import VOCAB, random_prompts, save_model, save_tokenizer
 
 TREES = ("1,1,1", "2,1")
@@ -48,15 +50,15 @@ def make_config(folders: tuple[str, str], **changes: Any) -> ThroughputConfig:
 
 
 @pytest.fixture(scope="module")
-def report(folders: tuple[str, str]) -> ThroughputReport:
+def report(folders: tuple[str, str]) -> Report[Compared]:
     return run_throughput(make_config(folders))
 
 
-def test_every_arm_runs_every_batch_in_every_repeat(report: ThroughputReport) -> None:
-    assert [result.size for result in report.results] == list(SIZES)
-    assert report.names == (PLAIN, *TREES)
+def test_every_arm_runs_every_batch_in_every_repeat(report: Report[Compared]) -> None:
+    assert [result.size for result in report.measured.results] == list(SIZES)
+    assert report.measured.names == (PLAIN, *TREES)
     batches = {1: [(0,), (1,), (2,), (3,)], 3: [(0, 1, 2), (3, 0, 1)]}
-    for result in report.results:
+    for result in report.measured.results:
         for arm in result.arms:
             made = [(run.repeat, run.prompts) for run in arm.runs]
             assert made == [(repeat, batch) for repeat in range(2) for batch in batches[result.size]]
@@ -66,9 +68,9 @@ def test_every_arm_runs_every_batch_in_every_repeat(report: ThroughputReport) ->
         assert result.num_outputs == sum(map(len, batches[result.size])) * 2
 
 
-def test_a_prompt_gets_the_same_tokens_in_every_batch(report: ThroughputReport) -> None:
+def test_a_prompt_gets_the_same_tokens_in_every_batch(report: Report[Compared]) -> None:
     said: dict[int, set[tuple[int, ...]]] = {}
-    for result in report.results:
+    for result in report.measured.results:
         for run in result.plain.runs:
             for prompt, tokens in zip(run.prompts, run.outputs, strict=True):
                 said.setdefault(prompt, set()).add(tokens)
@@ -88,8 +90,8 @@ def test_the_arms_take_turns_in_going_first() -> None:
     assert all(sorted(turn.arms) == ["1", PLAIN] for turn in turns)
 
 
-def test_decoding_begins_when_all_prompts_are_read(report: ThroughputReport) -> None:
-    for result in report.results:
+def test_decoding_begins_when_all_prompts_are_read(report: Report[Compared]) -> None:
+    for result in report.measured.results:
         for run in result.plain.runs:
             # All prompts fit into one pass, in which each request says its first token.
             assert len(run.steps) == MAX_TOKENS - 1
@@ -107,7 +109,7 @@ def test_prompts_beyond_one_pass_are_read_without_guesses(
 ) -> None:
     monkeypatch.setattr(loop, "_MAX_READ", 16)
     report = run_throughput(make_config(folders, trees=("1,1",), batch_sizes=(4,), repeats=1, warmup=0))
-    (result,) = report.results
+    (result,) = report.measured.results
     for arm in result.arms:
         (run,) = arm.runs
         # The longest prompt takes four passes; in each of them the three others said a token.
@@ -115,9 +117,9 @@ def test_prompts_beyond_one_pass_are_read_without_guesses(
         assert run.num_tokens == 4 * MAX_TOKENS
 
 
-def test_ratios_are_of_the_recorded_times_pair_by_pair(report: ThroughputReport) -> None:
+def test_ratios_are_of_the_recorded_times_pair_by_pair(report: Report[Compared]) -> None:
     numbers: Any = report.as_dict()
-    for result, batch in zip(report.results, numbers["batches"], strict=True):
+    for result, batch in zip(report.measured.results, numbers["batches"], strict=True):
         plain = batch["arms"][PLAIN]["runs"]
         for arm in result.trees:
             runs = batch["arms"][arm.name]["runs"]
@@ -128,8 +130,8 @@ def test_ratios_are_of_the_recorded_times_pair_by_pair(report: ThroughputReport)
             assert batch["arms"][arm.name]["total_speedup"] == pytest.approx(statistics.median(whole))
 
 
-def test_the_parts_sum_to_the_time_of_decoding(report: ThroughputReport) -> None:
-    for result in report.results:
+def test_the_parts_sum_to_the_time_of_decoding(report: Report[Compared]) -> None:
+    for result in report.measured.results:
         for arm in result.arms:
             assert list(arm.shares) == list(PARTS)
             assert sum(arm.shares.values()) == pytest.approx(1.0)
@@ -137,12 +139,12 @@ def test_the_parts_sum_to_the_time_of_decoding(report: ThroughputReport) -> None
             for run in arm.runs:
                 assert sum(run.seconds.values()) == pytest.approx(run.time)
     # Of all sizes, because other programs lengthen any part of so short a run.
-    least = min(result.plain.shares["draft"] for result in report.results)
-    assert least < max(result.trees[0].shares["draft"] for result in report.results)
+    least = min(result.plain.shares["draft"] for result in report.measured.results)
+    assert least < max(result.trees[0].shares["draft"] for result in report.measured.results)
 
 
-def test_a_perfect_drafter_is_always_right(report: ThroughputReport) -> None:
-    for result in report.results:
+def test_a_perfect_drafter_is_always_right(report: Report[Compared]) -> None:
+    for result in report.measured.results:
         assert (result.plain.nodes, result.plain.tokens_per_pass) == (0.0, 1.0)
         assert result.plain.requests_per_pass == result.size
         arm = result.trees[0]
@@ -150,7 +152,7 @@ def test_a_perfect_drafter_is_always_right(report: ThroughputReport) -> None:
         assert arm.nodes == pytest.approx(6 / 3)
 
 
-def test_what_is_written_and_shown(report: ThroughputReport, tmp_path: Path) -> None:
+def test_what_is_written_and_shown(report: Report[Compared], tmp_path: Path) -> None:
     numbers = json.loads(json.dumps(report.as_dict()))
     assert {"batches", "options", "environment"} <= set(numbers)
     for batch in numbers["batches"]:
@@ -160,12 +162,12 @@ def test_what_is_written_and_shown(report: ThroughputReport, tmp_path: Path) -> 
                 "requests_per_pass", "percent_of_time", "tokens_before_parting"} <= set(arm)  # fmt: skip
     assert {"cpu", "num_threads", "torch", "commit", "dtype"} <= set(numbers["environment"])
     for suffix in (".png", ".svg"):
-        plot_throughput(report, tmp_path / f"plot{suffix}")
+        report.draw(tmp_path / f"plot{suffix}")
         assert (tmp_path / f"plot{suffix}").stat().st_size > 1000
     shown = io.StringIO()
-    print_throughput(report, Console(file=shown, width=140))
+    report.print(Console(file=shown, width=140))
     tables = shown.getvalue().partition("medians of batches")[2]
-    assert f"{report.results[1].speedup_of(report.results[1].trees[1]).median:.2f}" in tables
+    assert f"{report.measured.results[1].speedup_of(report.measured.results[1].trees[1]).median:.2f}" in tables
     assert "the same tokens as plain decoding in all 20 outputs" in tables
     rows = [line for line in tables.splitlines() if line.startswith(("batch", "1 ", "3 ", "  "))]
     assert len(rows) >= 2 * (1 + 6)
@@ -179,7 +181,7 @@ def test_files_asked_for_and_sampling_and_an_automatic_tree(folders: tuple[str, 
     )
     assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(report.as_dict()))
     assert Path(paths["plot"]).read_text().lstrip().startswith("<?xml")
-    assert report.environment.dtype == "bfloat16"
+    assert report.measured.environment.dtype == "bfloat16"
 
 
 def test_heldout_texts_are_as_many_as_the_largest_batch(
@@ -195,7 +197,7 @@ def test_heldout_texts_are_as_many_as_the_largest_batch(
     options = {"prompts": None, "num_prompts": 2, "repeats": 1, "warmup": 0, "trees": ("1",)}
     report = run_throughput(make_config(folders, batch_sizes=(1, 4), **options))
     assert asked == [4]
-    assert [[run.prompts for run in result.plain.runs] for result in report.results] == [
+    assert [[run.prompts for run in result.plain.runs] for result in report.measured.results] == [
         [(0,), (1,)],
         [(0, 1, 2, 3)],
     ]
@@ -288,7 +290,10 @@ def test_batches_that_memory_cannot_hold_are_refused(folders: tuple[str, str], m
     monkeypatch.setattr("specinfer.model.capacity._memory", lambda *_: 60 * 2**10)
     with pytest.raises(ValueError, match="batch_sizes: 3 requests of 40 tokens and their trees need 312 slots"):
         run_throughput(make_config(folders))
-    with open_session(make_config(folders, kv_cache_memory_bytes="1MiB"), None) as session:
+    with (
+        stage_bar(None) as progress,
+        open_session(make_config(folders, kv_cache_memory_bytes="1MiB"), progress) as session,
+    ):
         assert session.llm.target.cache.num_slots >= 312
 
 

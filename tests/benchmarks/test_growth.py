@@ -380,12 +380,12 @@ def test_grown_models_are_measured_and_generate_the_same_tokens(
     prompts = tuple(map(tuple, random_prompts((4, 9))))
     options: dict[str, Any] = {"model": target, "drafters": (drafter,), "device": "cpu", "prompts": prompts,
                                "warmup": 0, "trees": ("1",), "max_tokens": 8, "repeats": 1}  # fmt: skip
-    small = run_latency(LatencyConfig(**options))
-    grown = run_grown_latency(GrownLatencyConfig(**options, grow="0.5m", dtype="float32")).ours
+    small = run_latency(LatencyConfig(**options)).measured
+    grown = run_grown_latency(GrownLatencyConfig(**options, grow="0.5m", dtype="float32")).measured.ours
     assert grown.environment.target_parameters >= 500_000 > small.environment.target_parameters
     assert [run.token_ids for run in grown.result.plain.runs] == [run.token_ids for run in small.result.plain.runs]
-    assert grown.options["grow"] == "0.5m"
-    together = run_grown_throughput(GrownThroughputConfig(**options, grow="0.5m", batch_sizes=(2,)))
+    assert getattr(grown.config, "grow", None) == "0.5m"
+    together = run_grown_throughput(GrownThroughputConfig(**options, grow="0.5m", batch_sizes=(2,))).measured
     assert together.environment.dtype == "bfloat16"
     for changes, message in (
         ({"grow": "huge"}, "grow: size 'huge' is not a number"),

@@ -22,7 +22,6 @@ from benchmarks.kernels import KernelsConfig, run_kernels
 from benchmarks.loading import LOADING, READING, THEIRS, LoadingConfig, run_loading
 from benchmarks.offload import OffloadConfig, run_offload
 from benchmarks.program import app
-from benchmarks.report import Report, Table, Value, print_report
 from benchmarks.schedule import AUTO, LEARNED, ScheduleConfig, run_schedule
 from benchmarks.shift import ShiftConfig, blocks_of, cut_text, other_domain, prose_prompts, run_shift
 from gguf_files import write_model
@@ -34,6 +33,7 @@ from specinfer.model.kv_tensors import LayerShape
 from specinfer.ops.tree_layout import unpack_bits
 from specinfer.policy.features import feature_names
 from specinfer.policy.network import PolicyNetwork, make_configurations
+from specinfer.reporting.report import Report, Table, Value
 from specinfer.reporting.spread import Spread
 from tiny import HYBRIDS, random_prompts, save_model, save_tokenizer
 
@@ -56,13 +56,13 @@ def _little_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Bandwidth", lambda device: Bandwidth(device, 2**17))
 
 
-def shown(report: Report) -> str:
+def shown(report: Report[Any]) -> str:
     text = io.StringIO()
-    print_report(report, Console(file=text, width=160))
+    report.print(Console(file=text, width=160))
     return text.getvalue()
 
 
-def written(report: Report, file: Path) -> dict[str, Any]:
+def written(report: Report[Any], file: Path) -> dict[str, Any]:
     """The JSON of a report, which is what its file holds."""
     numbers: dict[str, Any] = json.loads(file.read_text())
     assert numbers == json.loads(json.dumps(report.as_dict(), default=str))
@@ -76,7 +76,7 @@ def test_a_table_shows_medians_and_writes_all() -> None:
         Value[int]("ms", lambda row: spread if row == 1 else None, "{:.1f}", "time"),
         Value[int]("hidden", lambda row: [row], None),
     )
-    report = Report(["first"], [Table("it", "Title", values, [1, 2], "note")], {}, {}, {"more": 3}, ["last"])
+    report = Report(["first"], [Table("it", "Title", values, [1, 2], "note")], numbers={"more": 3}, last=["last"])
     assert shown(report).split() == [
         "first",
         "Title",

@@ -70,7 +70,7 @@ def test_parts_are_written_beside_the_numbers_of_the_paper(tmp_path: Path, monke
     assert num_split  # the arm of sequences ran
     assert report.tables[0].as_list()[-2]["paper"] == "1.5-2.5"
     written = json.loads((tmp_path / "paper.json").read_text())
-    assert [line[""] for line in written["figure11"]][:2] == ["tree", "sequences"]
+    assert [line["label"] for line in written["figure11"]][:2] == ["tree", "sequences"]
     assert float(written["figure7"][0]["2"]) > 0
 
 

@@ -14,17 +14,17 @@ import torch
 import transformers
 from rich.console import Console
 
-from benchmarks.comparisons import GrownLatencyConfig, PeerLatencyReport, run_grown_latency
+from benchmarks.comparisons import GrownLatencyConfig, PeerLatency, run_grown_latency
 from benchmarks.peers import llama_server, race
 from benchmarks.peers.interface import Adapter, Ask, Load
 from benchmarks.peers.names import LIBRARIES, Library, Peer, parse_peer
-from benchmarks.peers.report import print_peers, ratio_over
+from benchmarks.peers.report import PeerRuns, ratio_over
 from benchmarks.process import Worker, WorkerError
-from specinfer.bench.latency_report import plot_latency
 from specinfer.core.errors import ModelError
 from specinfer.demo.pair import demo_folders
 from specinfer.model.definition import load_plain
 from specinfer.model.folder import find_folder
+from specinfer.reporting.report import Report
 from tests.benchmarks.fake_peer import TOKEN
 from tiny import VOCAB, save_model
 
@@ -48,17 +48,21 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LIBRARIES, "absent", absent)
 
 
-def measure(folders: tuple[str, str], *peers: str, **changes: Any) -> PeerLatencyReport:
+def measure(folders: tuple[str, str], *peers: str, **changes: Any) -> Report[PeerLatency]:
     target, drafter = folders
     options = {"model": target, "drafters": (drafter,), "trees": ("1,1", "1"), "device": "cpu", "prompts": PROMPTS,
                "max_tokens": MAX_TOKENS, "repeats": 2, "peers": peers}  # fmt: skip
     return run_grown_latency(GrownLatencyConfig(**(options | changes)))
 
 
-def shown(report: PeerLatencyReport) -> str:
-    assert report.peers is not None
+def peers_of(report: Report[PeerLatency]) -> PeerRuns:
+    assert report.measured.peers is not None
+    return report.measured.peers
+
+
+def shown(report: Report[PeerLatency]) -> str:
     text = io.StringIO()
-    print_peers(report.ours, report.peers, Console(file=text, width=200))
+    report.print(Console(file=text, width=200))
     return text.getvalue()
 
 
@@ -148,11 +152,10 @@ def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peers_are_measured_together_with_our_arms(folders: tuple[str, str], tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     report = measure(folders, "fake", "fake-draft", "fake:q8_0", "fake:f32", "absent", json=file)
-    assert report.peers is not None
-    assert [arm.name for arm in report.peers.arms] == ["fake:f32", "fake-draft:f32", "fake:q8_0"]
-    places = [(run.repeat, run.prompts) for run in report.ours.result.plain.runs]
-    plain, draft = report.peers.arms[:2]
-    for arm in report.peers.arms:
+    assert [arm.name for arm in peers_of(report).arms] == ["fake:f32", "fake-draft:f32", "fake:q8_0"]
+    places = [(run.repeat, run.prompts) for run in report.measured.ours.result.plain.runs]
+    plain, draft = peers_of(report).arms[:2]
+    for arm in peers_of(report).arms:
         assert [(run.repeat, run.prompts) for run in arm.runs] == places
         assert {run.token_ids for run in arm.runs} == {(TOKEN,) * MAX_TOKENS}
         assert arm.details["version"] == f"fake on {torch.get_num_threads()}"
@@ -160,9 +163,9 @@ def test_peers_are_measured_together_with_our_arms(folders: tuple[str, str], tmp
     assert plain.tokens_per_second.median == pytest.approx(7 / 8)
     assert draft.tokens_per_second.median == pytest.approx(6 / 8)
     assert (plain.details["settings"], draft.details["settings"]) == ({}, {"num_draft": 3})
-    ratios = [run.num_decoded / run.time / (7 / 8) for run in report.ours.result.plain.runs]
-    assert ratio_over(report.ours.result.plain, plain).max == pytest.approx(max(ratios))
-    best = report.ours.result.best
+    ratios = [run.num_decoded / run.time / (7 / 8) for run in report.measured.ours.result.plain.runs]
+    assert ratio_over(report.measured.ours.result.plain, plain).max == pytest.approx(max(ratios))
+    best = report.measured.ours.result.best
     whole = [8.5 / (run.prompt_time + run.time) for run in best.runs]
 
     numbers = json.loads(file.read_text())
@@ -172,7 +175,7 @@ def test_peers_are_measured_together_with_our_arms(folders: tuple[str, str], tmp
     assert entry["tree_request_over_peer"] == pytest.approx(statistics.median(whole))
     assert entry["tree"] == best.name
     assert entry["tree_over_peer"] == pytest.approx(ratio_over(best, draft).median)
-    assert entry["plain_over_peer"] == pytest.approx(ratio_over(report.ours.result.plain, draft).median)
+    assert entry["plain_over_peer"] == pytest.approx(ratio_over(report.measured.ours.result.plain, draft).median)
     assert len(entry["tokens_before_parting"]) == 4
     assert len(entry["runs"]) == 4
     assert numbers["peers_skipped"] == {"absent:f32": "pip install no_such_package"}
@@ -180,7 +183,7 @@ def test_peers_are_measured_together_with_our_arms(folders: tuple[str, str], tmp
     text = shown(report)
     assert "peer absent:f32 skipped: pip install no_such_package" in text
     assert "peer fake-draft:f32 with num_draft 3, fake on 1: 4 of 4 outputs part from our plain decoding" in text
-    plot_latency(report.ours, tmp_path / "plot.svg", report.peers.arms)
+    report.draw(tmp_path / "plot.svg")
     assert "fake" in (tmp_path / "plot.svg").read_text()
 
 
@@ -200,40 +203,37 @@ def test_a_peer_that_fails_is_out_and_the_run_goes_on(
     monkeypatch.setenv("FAKE_PEER", failure)
     monkeypatch.setattr(race, "TIMEOUT_PER_TOKEN", 0.5 / (60 + MAX_TOKENS) if "hang" in failure else 10.0)
     report = measure(folders, "fake", trees=("1",))
-    assert len(report.ours.result.plain.runs) == 4
-    assert report.peers is not None
-    assert report.peers.arms == ()
-    assert dict(report.peers.skipped) == {"fake:f32": reason}
+    assert len(report.measured.ours.result.plain.runs) == 4
+    assert peers_of(report).arms == ()
+    assert dict(peers_of(report).skipped) == {"fake:f32": reason}
     assert f"peer fake:f32 skipped: {reason}" in shown(report)
 
 
 def test_a_peer_that_looks_up_needs_no_drafter_and_speculates(folders: tuple[str, str]) -> None:
     report = measure(folders, "fake-lookup", "fake-draft", drafters=("ngram",), trees=("1",), repeats=1)
-    assert report.peers is not None
-    assert dict(report.peers.skipped) == {"fake-draft:f32": "no drafter is a model"}
-    (arm,) = report.peers.arms
+    assert dict(peers_of(report).skipped) == {"fake-draft:f32": "no drafter is a model"}
+    (arm,) = peers_of(report).arms
     assert (arm.name, arm.details["drafts"]) == ("fake-lookup:f32", True)
     assert arm.details["settings"] == {"num_draft": 3, "looked_up": True}
 
 
 def test_peers_that_cannot_run(folders: tuple[str, str], tmp_path: Path) -> None:
     report = measure(folders, "fake-draft", "fake", drafters=("ngram",), repeats=1)
-    assert report.peers is not None
-    assert dict(report.peers.skipped) == {"fake-draft:f32": "no drafter is a model"}
-    assert [arm.name for arm in report.peers.arms] == ["fake:f32"]
+    assert dict(peers_of(report).skipped) == {"fake-draft:f32": "no drafter is a model"}
+    assert [arm.name for arm in peers_of(report).arms] == ["fake:f32"]
     other = save_model(tmp_path / "other", vocab_size=VOCAB - 1)
     models = race.Models(Path(folders[0]), (str(other),))
     with race.Peers(["fake-draft"], models, dtype=torch.float32, device=torch.device("cpu"), max_len=64) as peers:
         peers.start(lambda _: None)
-        assert "vocabulary of 95 tokens is not the target's of 96" in peers.report().skipped["fake-draft:f32"]
+        assert "vocabulary of 95 tokens is not the target's of 96" in peers.runs().skipped["fake-draft:f32"]
     with race.Peers(["fake"], models, dtype=torch.float32, device=torch.device("cuda"), max_len=64) as peers:
         peers.start(lambda _: None)
-        assert "on the CPU only" in peers.report().skipped["fake:f32"]
+        assert "on the CPU only" in peers.runs().skipped["fake:f32"]
 
 
 def test_without_peers_the_report_does_not_mention_them(folders: tuple[str, str]) -> None:
     report = measure(folders, trees=("1",), repeats=1)
-    assert report.peers is None
+    assert report.measured.peers is None
     assert "peers" not in report.as_dict()
 
 

@@ -68,7 +68,7 @@ def test_stages_of_latency_and_throughput(temperature: float, folders: tuple[str
     together = run_throughput(
         ThroughputConfig(target, (drafter,), ("1,1",), max_tokens=80, batch_sizes=(2,), **options)
     )
-    for arm in (*alone.result.arms, *together.results[0].arms):
+    for arm in (*alone.measured.result.arms, *together.measured.results[0].arms):
         assert arm.stages.samples
         assert arm.stages.over_floor("target") > 1
         assert all(min(sample.seconds.values()) >= 0 for sample in arm.stages.samples)

@@ -507,7 +507,7 @@ def test_latency_names_the_quantization(model_folder: Folders) -> None:
         prompts=((1, 2, 3),), max_tokens=6, repeats=1, warmup=0, quantization="int8", drafter_quantization="int4",
     )  # fmt: skip
     report = run_latency(config)
-    assert report.environment.precision == "float32 with int8 weights, drafters int4"
+    assert report.measured.environment.precision == "float32 with int8 weights, drafters int4"
     numbers: Any = report.as_dict()
     assert numbers["environment"]["quantization"] == numbers["options"]["quantization"] == "int8"
     assert numbers["environment"]["drafter_quantization"] == "int4"

@@ -15,7 +15,7 @@ from specinfer.core.lookups import SelfKind
 from specinfer.model.load import load_model
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.planning.device_costs import StepCosts, StepDesign
-from specinfer.planning.device_plan import DevicePlan, run_device_plan
+from specinfer.planning.device_plan import DevicePlan, run_any_plan
 from specinfer.planning.options import ACCELERATORS, Accelerator, PlanConfig
 from specinfer.planning.target_shape import TargetShape
 from specinfer.policy.offload_choice import BYTES_PER_WEIGHT
@@ -29,7 +29,7 @@ RATES = (0.7, 0.1, 0.05)
 
 @pytest.fixture(scope="module")
 def plan() -> DevicePlan:
-    return run_device_plan(PlanConfig("demo", device="h100", grow="7b", acceptance=RATES))
+    return run_any_plan(PlanConfig("demo", device="h100", grow="7b", acceptance=RATES)).measured
 
 
 def costs(context: int = 1, design: StepDesign = EXACT) -> StepCosts:
@@ -65,7 +65,7 @@ def test_lookups_have_no_passes() -> None:
 
 def test_a_level_of_a_copy_reads_the_weights_of_the_target_in_fewer_bits() -> None:
     options = PlanConfig("demo", device="h100", grow="7b", acceptance=RATES, drafters=("self:int4",))
-    report = run_device_plan(options)
+    report = run_any_plan(options).measured
     assert report.drafter is not None
     assert report.drafter == replace(report.target, bytes_per_parameter=report.drafter.bytes_per_parameter)
     assert report.drafter.bytes_per_parameter == BYTES_PER_WEIGHT["int4"]
@@ -86,7 +86,7 @@ def test_a_copy_reads_no_prompts_and_has_no_cache() -> None:
 def test_a_level_over_a_part_of_the_context_reads_less_of_it() -> None:
     options = PlanConfig("demo", device="h100", grow="7b", context=16_384, acceptance=RATES, drafters=("self:int4",))
     whole, part = (
-        [one.level_ms for one in run_device_plan(replace(options, drafters=(name,))).choices]
+        [one.level_ms for one in run_any_plan(replace(options, drafters=(name,))).measured.choices]
         for name in ("self:int4", "self:int4-sparse")
     )
     cache = [size * 15_360 / 16_384 for size in (1, 2, 4, 8)]
@@ -99,7 +99,7 @@ def test_what_follows_from_a_copy_concerns_the_copy_alone() -> None:
     """Of several drafters the largest is predicted."""
     options = PlanConfig("demo", device="h100", grow="7b", context=16_384, acceptance=RATES)
     names = ("demo", "self:int4-sparse")
-    both, alone = (run_device_plan(replace(options, drafters=one)) for one in (names, names[1:]))
+    both, alone = (run_any_plan(replace(options, drafters=one)).measured for one in (names, names[1:]))
     assert both.drafter_name == names[1]
     assert both.choices == alone.choices
     assert "int4 weights" not in both.changes
@@ -110,7 +110,7 @@ def test_sparse_copies_are_refused_where_layers_need_all_tokens(
 ) -> None:
     options = PlanConfig(str(model_folder("lfm2")), device="h100", acceptance=RATES, drafters=("self:sparse",))
     with pytest.raises(ValueError, match="self:sparse leaves out tokens"):
-        run_device_plan(options)
+        run_any_plan(options)
 
 
 def test_memory_holds_weights_and_caches_of_both_models() -> None:
@@ -170,7 +170,10 @@ def test_the_tables_in_the_docs_are_what_is_predicted(plan: DevicePlan) -> None:
 
 def test_a_faster_memory_makes_every_pass_faster() -> None:
     passes = [
-        [one.pass_ms for one in run_device_plan(PlanConfig("demo", device=name, grow="1b", acceptance=RATES)).choices]
+        [
+            one.pass_ms
+            for one in run_any_plan(PlanConfig("demo", device=name, grow="1b", acceptance=RATES)).measured.choices
+        ]
         for name in ("4090", "a100", "h200")
     ]
     assert all(slow > middle > fast for slow, middle, fast in zip(*passes, strict=True))

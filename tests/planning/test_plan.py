@@ -19,7 +19,7 @@ from specinfer.planning import plan
 from specinfer.planning.offload_plan import offload_choices
 from specinfer.planning.options import PlanConfig
 from specinfer.planning.plan import run_plan
-from specinfer.planning.plan_table import bar, plot_plan, print_plan
+from specinfer.planning.plan_page import bar
 from specinfer.policy import cost_cache
 from specinfer.policy.acceptance import AcceptanceModel, expected_tokens
 from specinfer.policy.cost_model import CostModel
@@ -64,8 +64,8 @@ def test_auto_uses_what_was_kept(folders: tuple[str, str]) -> None:
 
 
 def test_a_good_drafter_gets_deep_trees_and_a_bad_one_none(folders: tuple[str, str]) -> None:
-    good = run_plan(make_config(folders, acceptance=(0.9, 0.05), batch_sizes=(1, 512)))
-    bad = run_plan(make_config(folders, acceptance=(0.01,), batch_sizes=(1, 32)))
+    good = run_plan(make_config(folders, acceptance=(0.9, 0.05), batch_sizes=(1, 512))).measured
+    bad = run_plan(make_config(folders, acceptance=(0.01,), batch_sizes=(1, 32))).measured
     assert good.choices[0].num_levels > 4
     assert good.choices[0].speedup == pytest.approx(good.choices[0].tokens_per_second / good.choices[0].plain_rate)
     assert good.choices[0].speedup > 3
@@ -76,15 +76,15 @@ def test_a_good_drafter_gets_deep_trees_and_a_bad_one_none(folders: tuple[str, s
 
 def test_acceptance_is_measured_if_none_is_assumed(folders: tuple[str, str]) -> None:
     report = run_plan(make_config(folders))
-    assert report.by_rank[0] > 0.8  # the drafter is the target itself; the prior counts a little
-    assert sum(report.by_rank) <= 1.0
+    assert report.measured.by_rank[0] > 0.8  # the drafter is the target itself; the prior counts a little
+    assert sum(report.measured.by_rank) <= 1.0
 
 
 def test_passes_for_which_a_lookup_finds_nothing_count(folders: tuple[str, str]) -> None:
     report = run_plan(make_config(folders, drafters=("ngram",), batch_sizes=(1,)))
-    (choice,) = report.choices
+    (choice,) = report.measured.choices
     always = expected_tokens(
-        np.asarray(report.by_rank), np.asarray([choice.num_nodes]), np.asarray([choice.num_levels])
+        np.asarray(report.measured.by_rank), np.asarray([choice.num_nodes]), np.asarray([choice.num_levels])
     )
     assert choice.num_nodes > 0
     assert 1 < choice.tokens_per_pass < 0.95 * always[0]
@@ -105,12 +105,12 @@ def test_what_is_written_and_shown(folders: tuple[str, str], tmp_path: Path) -> 
     assert numbers["acceptance_measured"] is True
     assert numbers["target_ms"] == [[1, 1000.0], [512, 1000.0]]
     assert Path(paths["plot"]).read_text().lstrip().startswith("<?xml")
-    plot_plan(report, tmp_path / "plan.png")
+    report.draw(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 1000
     shown = io.StringIO()
-    print_plan(report, Console(file=shown, width=80))
+    report.print(Console(file=shown, width=80))
     assert "Trees that auto chooses" in shown.getvalue()
-    assert f"{report.choices[0].speedup:.2f}" in shown.getvalue()
+    assert f"{report.measured.choices[0].speedup:.2f}" in shown.getvalue()
     assert max(map(len, shown.getvalue().splitlines())) <= 80
 
 
@@ -203,22 +203,22 @@ def test_bytes_read_by_a_pass_of_a_streamed_target_are_reported(
     assert (told["num_layers"], told["num_resident_layers"], told["seconds_per_pass"]) == (5, 0, 4.0)
     assert told["bytes_per_pass"] > 0
     assert told["bend"] == pytest.approx(curve.bend)
-    alone, many = report.choices[0], report.choices[-1]
+    alone, many = report.measured.choices[0], report.measured.choices[-1]
     assert alone.num_nodes > 64 > many.num_nodes
     console = Console(record=True, width=80)
-    print_plan(report, console)
+    report.print(console)
     said = " ".join(console.export_text().split())
     assert "0 of 5 layers stay; a pass reads" in said
     assert f"computing takes longer from {curve.bend:.0f} rows on" in said
-    given = next(one for one in report.offload_choices if one.candidate.drafters == (folders[1],))
+    given = next(one for one in report.measured.offload_choices if one.candidate.drafters == (folders[1],))
     assert given.candidate.is_measured
     assert given.candidate.num_bytes > 0
     assert (given.num_resident, given.tokens_per_second) == (0, pytest.approx(alone.tokens_per_second))
     choices = json.loads((tmp_path / "plan.json").read_text())["offload_choices"]
     assert [one["drafters"] for one in choices] == [[], [folders[1]], ["self:int8"], ["self:int4"]]
     assert [one["is_best"] for one in choices].count(True) == 1
-    assert report.command is not None
-    assert report.command in " ".join(said.split())
+    assert report.measured.command is not None
+    assert report.measured.command in " ".join(said.split())
 
 
 def test_a_budget_that_streams_the_embedded_target_shows_a_plan(

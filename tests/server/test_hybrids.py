@@ -55,9 +55,9 @@ def test_bench_latency_measures_trees_that_change_no_token(family: str, model_fo
             max_tokens=12, repeats=2, dtype="float32",
         )
     )  # fmt: skip
-    (arm,) = report.result.trees
-    assert [run.token_ids for run in arm.runs] == [run.token_ids for run in report.result.plain.runs]
-    assert report.result.partings(arm) == []
+    (arm,) = report.measured.result.trees
+    assert [run.token_ids for run in arm.runs] == [run.token_ids for run in report.measured.result.plain.runs]
+    assert report.measured.result.partings(arm) == []
     assert list(arm.runs[0].token_ids) == greedy(make_model(family), PROMPT, 12)
 
 

@@ -16,15 +16,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from specinfer.bench.acceptance_drafters import describe, disturbed_copies
 from specinfer.bench.acceptance_options import AcceptanceConfig
+from specinfer.bench.acceptance_page import acceptance_page
 from specinfer.bench.acceptance_plans import MODES, PLANS, paper_widths
-from specinfer.bench.acceptance_report import SAME_TIME, TOP, AcceptanceReport, Counts, HitRates, Row, Setup
-from specinfer.bench.acceptance_table import plot_acceptance
+from specinfer.bench.acceptance_report import SAME_TIME, TOP, Counted, Counts, HitRates, Row, Setup
 from specinfer.bench.acceptance_time import most_nodes, same_time_rows
-from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import precision_of
 from specinfer.bench.prompts import find_prompts
@@ -41,23 +39,23 @@ from specinfer.model.batch import Piece
 from specinfer.model.device import find_device
 from specinfer.model.runner import ModelRunner
 from specinfer.reporting.environment import Environment
-from specinfer.reporting.files import check_files, options_of
-from specinfer.reporting.progress_bar import stage_bar
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, reported
 
 _NUM_WARMUP = 4  # prompts from which best-first trees first learn acceptance probabilities
 _PROBE = "acceptance-probe"
 _EMBEDDED = CODE  # shown in place of the folder's name, which is less clear
 
 
-def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> AcceptanceReport:
-    """Count tokens per pass, and write the requested files. Progress is shown if the console is a terminal.
+@reported
+def run_acceptance(config: AcceptanceConfig, progress: StageBar) -> Report[Counted]:
+    """Count tokens per pass.
 
     Raises:
         ModelError: A model cannot be used.
         ValueError: An option cannot be used. The message names it, and nothing was counted.
         RuntimeError: A request failed.
     """
-    check_files(config.json, config.plot)
     find_device(config.device)
     models = find_models(config.model, config.drafters)
     num_more = _NUM_WARMUP if config.prompts is None else 0
@@ -70,34 +68,27 @@ def run_acceptance(config: AcceptanceConfig, console: Console | None = None) -> 
         prompts=config.prompts,
     )
     prompts = asked.token_ids
-    with stage_bar(console) as progress, _all_drafters(config, models) as drafters:
-        progress.stage("loading")
-        with _load(config, models, drafters, asked.longest) as llm:
-            plans = {part: PLANS[part](config, tuple(drafters)) for part in PLANS if part in config.parts}
-            bench = _Bench(llm, config, prompts[num_more:], prompts[:num_more])
-            setups = {setup for rows in plans.values() for _, _, cells in rows for setup in cells.values()}
-            progress.stage("counting", len(setups))
-            hit_rates = bench.hit_rates() if "table1" in config.parts else ()
-            parts = {}
-            for part, rows in plans.items():
-                progress.stage(part)
-                parts[part] = tuple(
-                    Row(
-                        group,
-                        label,
-                        {name: bench.count(setup, progress.advance) for name, setup in cells.items()},
-                    )
-                    for group, label, cells in rows
-                )
-            if "drafters" in plans:
-                progress.stage("drafters in the same time")
-                parts[SAME_TIME] = same_time_rows(llm, config, plans["drafters"], bench.count)
-            small = {Path(name).name: runner.loaded.num_parameters for name, runner in llm.small_models.items()}
-            environment = Environment.from_llm(llm, small)
+    progress.stage("loading")
+    with _all_drafters(config, models) as drafters, _load(config, models, drafters, asked.longest) as llm:
+        plans = {part: PLANS[part](config, tuple(drafters)) for part in PLANS if part in config.parts}
+        bench = _Bench(llm, config, prompts[num_more:], prompts[:num_more])
+        setups = {setup for rows in plans.values() for _, _, cells in rows for setup in cells.values()}
+        progress.stage("counting", len(setups))
+        hit_rates = bench.hit_rates() if "table1" in config.parts else ()
+        parts = {}
+        for part, rows in plans.items():
+            progress.stage(part)
+            parts[part] = tuple(
+                Row(group, label, {name: bench.count(setup, progress.advance) for name, setup in cells.items()})
+                for group, label, cells in rows
+            )
+        if "drafters" in plans:
+            progress.stage("drafters in the same time")
+            parts[SAME_TIME] = same_time_rows(llm, config, plans["drafters"], bench.count)
+        small = {Path(name).name: runner.loaded.num_parameters for name, runner in llm.small_models.items()}
+        environment = Environment.from_llm(llm, small)
     shown = {Path(name).name: meaning for name, meaning in drafters.items()}
-    report = AcceptanceReport(hit_rates, parts, shown, options_of(config), environment, asked.kinds[num_more:])
-    write_files(report, config.json, config.plot, plot_acceptance)
-    return report
+    return acceptance_page(Counted(hit_rates, parts, shown, config, environment, asked.kinds[num_more:]))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specinfer.bench.acceptance_options import AcceptanceConfig
 from specinfer.bench.comparisons import numbers_by_kind
 from specinfer.reporting.environment import Environment
 
@@ -156,7 +157,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class AcceptanceReport:
+class Counted:
     """Results of all requested parts; the others are empty.
 
     Attributes:
@@ -169,16 +170,25 @@ class AcceptanceReport:
     hit_rates: tuple[HitRates, ...]
     parts: Mapping[str, tuple[Row, ...]]
     drafters: Mapping[str, str]
-    options: Mapping[str, object]
+    config: AcceptanceConfig
     environment: Environment
     kinds: tuple[str, ...] = ()
+
+    @property
+    def groups(self) -> list[tuple[str, str, list[Row]]]:
+        """(part, group, rows) of each table."""
+        return [
+            (part, group, [row for row in rows if row.group == group])
+            for part, rows in self.parts.items()
+            for group in dict.fromkeys(row.group for row in rows)
+        ]
 
     def by_kind(self, counts: Counts) -> dict[str, float | None]:
         """Return the tokens per pass of an arm on the prompts of each kind."""
         return {kind: counts.rate_of(prompts) for kind, prompts in numbers_by_kind(self.kinds).items()}
 
     def as_dict(self) -> dict[str, object]:
-        """Return the report as values that JSON can hold."""
+        """Return the numbers of the report, ready for JSON."""
         by_kind = {
             name: [
                 {"group": row.group, "label": row.label, "of": column, "tokens_per_pass": self.by_kind(counts)}
@@ -200,8 +210,6 @@ class AcceptanceReport:
                 if name in COMPARED
             },
             "drafters": dict(self.drafters),
-            "options": dict(self.options),
-            "environment": self.environment.as_dict(),
         }
 
 

@@ -1,14 +1,18 @@
-"""Comparisons of arms with plain decoding: ratios over pairs of runs, and whether outputs are equal."""
+"""Comparisons of arms with plain decoding: ratios over pairs of runs, whether outputs are equal, and their values."""
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from specinfer.bench.ceilings import Ceilings
+from specinfer.bench.options import CompareConfig
 from specinfer.bench.results import Arm, Run
+from specinfer.bench.stages import floors_text, stages_table
 from specinfer.core.text import counted
 from specinfer.reporting.environment import Environment
+from specinfer.reporting.report import Table, Value, fields_of
 from specinfer.reporting.spread import Spread, partings
 
 _KEEP_TOKENS = ("coupled", "target-only")  # rules whose tokens are plain decoding's, with the same seed
@@ -16,19 +20,18 @@ _KEEP_TOKENS = ("coupled", "target-only")  # rules whose tokens are plain decodi
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Plain decoding and other arms on the same batches in one situation.
-
-    Attributes:
-        situation: What sets this comparison apart from others of the same measurement, such as the temperature.
-    """
+    """Plain decoding and other arms on the same batches."""
 
     plain: Arm
     trees: tuple[Arm, ...]
-    situation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def arms(self) -> tuple[Arm, ...]:
         return (self.plain, *self.trees)
+
+    @property
+    def rows(self) -> tuple["ArmRow", ...]:
+        return tuple(ArmRow(self, arm) for arm in self.arms)
 
     @property
     def size(self) -> int:
@@ -51,7 +54,7 @@ class Comparison:
 
     def of(self, prompts: Collection[int]) -> "Comparison":
         """Return the comparison on these prompts only."""
-        return replace(self, plain=self.plain.of(prompts), trees=tuple(arm.of(prompts) for arm in self.trees))
+        return Comparison(self.plain.of(prompts), tuple(arm.of(prompts) for arm in self.trees))
 
     def ratio(self, arm: Arm, value: Callable[[Run], float]) -> Spread:
         """Return a value of an arm's runs divided by that of plain decoding, for each pair."""
@@ -90,40 +93,124 @@ class Comparison:
         num_tokens, num_passes = (sum(getattr(one, name) for one, _ in pairs) for name in ("num_tokens", "num_passes"))
         return num_tokens / num_passes, statistics.median(plain.time / ours.time for ours, plain in pairs)
 
-    def as_dict(self) -> dict[str, object]:
-        arms = {self.plain.name: self.plain.as_dict()}
-        for arm in self.trees:
-            arms[arm.name] = {
-                **self.speedup_of(arm).fields("speedup"),
-                **self.total_speedup_of(arm).fields("total_speedup"),
-                "tokens_before_parting": self.partings(arm),
-                **arm.as_dict(),
-            }
-        return {"batch_size": self.size, "num_outputs": self.num_outputs, "arms": arms}
+
+class ArmRow(NamedTuple):
+    """An arm of a comparison."""
+
+    result: Comparison
+    arm: Arm
+
+    @property
+    def is_plain(self) -> bool:
+        return self.arm is self.result.plain
+
+    @property
+    def speedup(self) -> Spread | None:
+        """Speed over plain decoding, or None for plain decoding itself."""
+        return None if self.is_plain else self.result.speedup_of(self.arm)
+
+    @property
+    def total_speedup(self) -> Spread | None:
+        """The same for the whole time, including prefill."""
+        return None if self.is_plain else self.result.total_speedup_of(self.arm)
+
+    @property
+    def quartiles(self) -> str | None:
+        return None if self.speedup is None else self.speedup.quartiles
+
+    @property
+    def partings(self) -> list[int] | None:
+        return None if self.is_plain else self.result.partings(self.arm)
 
 
-def fidelity(
-    name: str,
-    comparisons: Sequence[Comparison],
-    environment: Environment,
-    options: Mapping[str, object],
-    *,
-    what: str = "output",
-) -> str:
-    """Return a line on whether an arm's tokens are those of plain decoding in all comparisons."""
-    rule = options.get("verification", "coupled")
-    if rule not in _KEEP_TOKENS and options["temperature"]:
-        return f"tree {name}: other tokens than plain decoding, of the same distribution, as with {rule} verification"
-    count = sum(one.num_outputs for one in comparisons)
-    parted = [length for one in comparisons for length in one.partings(one.arm(name))]
-    if not parted:
-        return f"tree {name}: the same tokens as plain decoding in all {counted(count, what)}"
-    return (
-        f"tree {name}: {len(parted)} of {counted(count, 'output')} part from plain decoding in "
-        f"{environment.precision} rounding, the earliest after {counted(min(parted), 'token')}"
-    )
+TREE = Value[ArmRow]("", lambda row: row.arm.name, heading="tree", label=True)
+TOKENS_PER_PASS = Value[ArmRow]("tokens_per_pass", lambda row: row.arm.tokens_per_pass, "{:.2f}", "tokens/pass")
+SPEEDUP = Value[ArmRow]("speedup", lambda row: row.speedup, "{:.2f}", optional=True)
+QUARTILES = Value[ArmRow]("", lambda row: row.quartiles, heading="quartiles")
+PARTINGS = Value[ArmRow]("tokens_before_parting", lambda row: row.partings, None, optional=True)
+STAGES = Value[ArmRow]("stages", lambda row: row.arm.stages.as_dict(), None)
+NUM_PASSES = Value[ArmRow]("num_passes", lambda row: row.arm.num_passes, None)
 
 
-def numbers_by_kind(kinds: Sequence[str]) -> dict[str, set[int]]:
+def tokens_per_second(form: str) -> Value[ArmRow]:
+    return Value("tokens_per_second", lambda row: row.arm.tokens_per_second, form, "tokens/s")
+
+
+def arms_dict(values: Iterable[Value[ArmRow]], result: Comparison) -> dict[str, object]:
+    """Return the values of each arm by its name."""
+    values = tuple(values)
+    return {row.arm.name: fields_of(values, row) for row in result.rows}
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The comparisons of a measurement: one for each batch size, in the requested order.
+
+    Attributes:
+        ceilings: Measured limits of the device, from which the floors of stages are computed.
+        kinds: Kind of each prompt, by its number. Empty if the prompts are texts to continue.
+    """
+
+    results: tuple[Comparison, ...]
+    config: CompareConfig
+    environment: Environment
+    ceilings: Ceilings
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def result(self) -> Comparison:
+        """The first comparison, or the only one."""
+        return self.results[0]
+
+    @property
+    def rows(self) -> list[ArmRow]:
+        return [row for result in self.results for row in result.rows]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the arms. The first is plain decoding."""
+        return tuple(arm.name for arm in self.result.arms)
+
+    @property
+    def num_prompts(self) -> int:
+        return len({run.prompts for run in self.result.plain.runs})
+
+    def by_kind(self) -> "dict[str, Compared]":
+        """Return what was measured on the prompts of each kind, if each ran by itself."""
+        kinds = numbers_by_kind(self.kinds)
+        return {kind: replace(self, results=(self.result.of(numbers),), kinds=()) for kind, numbers in kinds.items()}
+
+    def kinds_of(self, row: ArmRow) -> dict[str, tuple[float, float]]:
+        """Return tokens per pass, and speed over plain decoding, of the requests of each kind of prompt."""
+        return {kind: row.result.kind_of(row.arm, numbers) for kind, numbers in numbers_by_kind(self.kinds).items()}
+
+    def stages_table(self, labels: Sequence[Value[ArmRow]]) -> Table[ArmRow]:
+        return stages_table(labels, self.rows, lambda row: row.arm.stages, self.ceilings)
+
+    def floors_text(self) -> str:
+        """Return a line for the title of a plot on the target's passes of the first comparison."""
+        return floors_text({arm.name: arm.stages for arm in self.result.arms}, self.result.size)
+
+    def fidelity(self, what: str = "output") -> list[str]:
+        """Return a line for each tree on whether its tokens are those of plain decoding in all comparisons."""
+        return [self._fidelity_of(name, what) for name in self.names[1:]]
+
+    def _fidelity_of(self, name: str, what: str) -> str:
+        rule = self.config.verification
+        if rule not in _KEEP_TOKENS and self.config.temperature:
+            return (
+                f"tree {name}: other tokens than plain decoding, of the same distribution, as with {rule} verification"
+            )
+        count = sum(result.num_outputs for result in self.results)
+        parted = [length for result in self.results for length in result.partings(result.arm(name))]
+        if not parted:
+            return f"tree {name}: the same tokens as plain decoding in all {counted(count, what)}"
+        return (
+            f"tree {name}: {len(parted)} of {counted(count, 'output')} part from plain decoding in "
+            f"{self.environment.precision} rounding, the earliest after {counted(min(parted), 'token')}"
+        )
+
+
+def numbers_by_kind(kinds: Sequence[str]) -> Mapping[str, set[int]]:
     """Return the numbers of the prompts of each kind."""
     return {kind: {i for i, own in enumerate(kinds) if own == kind} for kind in dict.fromkeys(kinds)}

@@ -3,31 +3,37 @@
 Each arm streams the same tokens. The clock starts at the first of them. Other engines, if given, take turns too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
-from rich.console import Console
-
-from specinfer.bench.latency_report import LatencyReport, plot_latency
-from specinfer.bench.loop import (
-    Prepare,
-    Session,
-    Turn,
-    check_equal,
-    comparisons,
-    is_exact,
-    open_session,
-    schedule,
-    take_turns,
-    write_files,
+from specinfer.bench.comparisons import (
+    NUM_PASSES,
+    PARTINGS,
+    QUARTILES,
+    SPEEDUP,
+    STAGES,
+    TOKENS_PER_PASS,
+    TREE,
+    ArmRow,
+    Compared,
+    Comparison,
+    arms_dict,
+    tokens_per_second,
 )
+from specinfer.bench.loop import Prepare, Session, Turn, open_session
 from specinfer.bench.measurement import measure_request
-from specinfer.bench.options import PLAIN, CompareConfig
-from specinfer.bench.results import Run
+from specinfer.bench.options import CompareConfig
+from specinfer.bench.results import Arm, Run
 from specinfer.core.sampling import SamplingParams
-from specinfer.reporting.environment import Environment
-from specinfer.reporting.files import options_of
+from specinfer.reporting.plots import PART_COLOURS, Panel, Series, draw_plot
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
+from specinfer.reporting.tables import models_line
+
+_OTHERS_COLOUR = "#D55E00"
 
 
 class OtherEngines(Protocol):
@@ -35,22 +41,28 @@ class OtherEngines(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """Names of the engines that have not failed."""
+        """Names of those that have not failed."""
 
     def measure(self, name: str, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run | None:
         """Measure one run, or return None if the engine has failed."""
 
 
-def run_latency(
+@reported
+def run_latency(config: CompareConfig, progress: StageBar) -> Report[Compared]:
+    """Measure latency; as `compare_latency`."""
+    return latency_page(compare_latency(config, progress))
+
+
+def compare_latency(
     config: CompareConfig,
-    console: Console | None = None,
+    progress: StageBar,
     others: Callable[[Session], AbstractContextManager[OtherEngines]] | None = None,
     prepare: Prepare | None = None,
-) -> LatencyReport:
-    """Measure latency, and write the requested files. Progress is shown if the console is a terminal.
+) -> Compared:
+    """Let plain decoding and the trees take turns on each prompt.
 
     Args:
-        others: Function that starts other engines. The report is about our arms only.
+        others: Function that starts other engines, which take turns too. They are not compared.
         prepare: Function that changes the models before they are loaded.
 
     Raises:
@@ -59,30 +71,157 @@ def run_latency(
         RuntimeError: A request failed, or a tree changed a greedy output of a float32 target without quantization.
     """
     with ExitStack() as stack:
-        session = stack.enter_context(open_session(config, console, prepare))
+        session = stack.enter_context(open_session(config, progress, prepare))
         engines = None if others is None else stack.enter_context(others(session))
-        exact = is_exact(session.llm.target.loaded, config.temperature)
 
         def measure(turn: Turn, name: str) -> Run | None:
-            (number,), (prompt,), (params,) = turn.prompts, *session.batch(turn)
             if (policy := session.policies.get((1, name))) is not None:
-                return measure_request(session.llm, policy, prompt, params, number, turn.repeat, session.roofline)
+                return measure_request(session, turn, policy)
             assert engines is not None
-            return engines.measure(name, prompt, params, number, turn.repeat)
+            (prompt,), (params,) = session.batch(turn)
+            return engines.measure(name, prompt, params, turn.prompts[0], turn.repeat)
 
-        def check(turn: Turn, made: Mapping[str, Run]) -> None:
-            if exact:
-                check_equal(turn, {name: run for name, run in made.items() if (1, name) in session.policies})
+        return session.compare(measure, others=() if engines is None else engines.names)
 
-        names = [PLAIN, *config.trees, *([] if engines is None else engines.names)]
-        turns = list(schedule(config, len(session.prompts.token_ids), names))
-        (result,) = comparisons(config, take_turns(turns, session.progress, measure, check))
-        report = LatencyReport(
-            result,
-            options_of(config),
-            Environment.from_llm(session.llm, session.models.drafter_parameters),
-            session.roofline.ceilings,
-            session.prompts.kinds,
+
+_SPEEDS = (
+    tokens_per_second("{:.4g}"),
+    Value[ArmRow]("ms_per_token", lambda row: row.arm.ms_per_token, "{:.4g}", "ms/token"),
+    TOKENS_PER_PASS,
+    Value[ArmRow]("guessed_per_pass", lambda row: row.arm.nodes, "{:.1f}", "guessed/pass"),
+    Value[ArmRow]("prompt_ms", lambda row: row.arm.spread(lambda run: 1000 * run.prompt_time).median, None),
+)
+_RATIOS = (
+    SPEEDUP,
+    QUARTILES,
+    Value[ArmRow]("", lambda row: row.speedup and f"{row.speedup.min:.2f}-{row.speedup.max:.2f}", heading="min-max"),
+    Value[ArmRow]("request_speedup", lambda row: row.total_speedup, "{:.2f}", "with prompt", optional=True),
+)
+_WRITTEN = (
+    PARTINGS,
+    Value[ArmRow]("acceptance_by_depth", lambda row: row.arm.acceptance_by_depth, None),
+    Value[ArmRow]("ms_per_pass", lambda row: {**row.arm.split, "total": row.arm.ms_per_pass}, None),
+    Value[ArmRow]("percent_of_pass", lambda row: {name: 100 * share for name, share in _shares(row.arm).items()}, None),
+    STAGES,
+    Value[ArmRow]("num_tokens", lambda row: row.arm.num_tokens, None),
+    NUM_PASSES,
+    Value[ArmRow]("runs", lambda row: [run.as_request() for run in row.arm.runs], None),
+)
+
+
+def latency_page(measured: Compared) -> Report[Compared]:
+    """Return the report: speeds, the parts of a pass, and acceptance. The headline numbers are of the first tree."""
+    result, environment = measured.result, measured.environment
+    plain, tree, *_ = result.rows
+    assert tree.speedup is not None
+    tables: list[Table[Any]] = [
+        Table("", _title(measured), (TREE, *_SPEEDS), result.rows),
+        Table("", "Speedup over plain decoding, run by run", (TREE, *_RATIOS), result.rows),
+        *([_kinds_table(measured)] if measured.kinds else []),
+        Table("", "Mean time of one pass, ms", (TREE, *map(_part, plain.arm.split), _TOTAL), result.rows),
+        measured.stages_table((TREE,)),
+    ]
+    numbers = {
+        "speedup": tree.speedup.median,
+        "tokens_per_pass": tree.arm.tokens_per_pass,
+        "tree": tree.arm.name,
+        "num_prompts": measured.num_prompts,
+        "num_pairs": len(plain.arm.runs),
+        "plain_target_ms_per_pass": plain.arm.split["target"],
+        "arms": arms_dict((*_SPEEDS, *_RATIOS, *_WRITTEN), result),
+        "ceilings": measured.ceilings.as_dict(),
+    }
+    if measured.kinds:
+        numbers["by_kind"] = latency_numbers_by_kind(measured)
+    lines = [models_line(measured.config.model, environment)]
+    last = ["", *_acceptance_lines(result), *measured.fidelity("run")]
+    return Report(lines, tables, measured, environment, numbers, last, partial(plot_latency, measured))
+
+
+def _title(measured: Compared) -> str:
+    runs, most = measured.result.plain.runs, measured.config.max_tokens
+    num_tokens = f"at most {most}" if measured.kinds else str(runs[0].num_decoded)
+    return (
+        f"One request at a time: {measured.num_prompts} prompts, {len(runs)} runs of each tree, {num_tokens} tokens "
+        "after the first; medians"
+    )
+
+
+def _shares(arm: Arm) -> dict[str, float]:
+    return {name: ms / arm.ms_per_pass for name, ms in arm.split.items()}
+
+
+def _part(name: str) -> Value[ArmRow]:
+    return Value("", lambda row: f"{row.arm.split[name]:.2f} ({_shares(row.arm)[name]:.0%})", heading=name)
+
+
+_TOTAL = Value[ArmRow]("", lambda row: row.arm.ms_per_pass, "{:.2f}", "total")
+
+
+def _acceptance_lines(result: Comparison) -> list[str]:
+    shares = {arm.name: arm.acceptance_by_depth for arm in result.trees}
+    return [
+        f"tree {name}: guesses kept at depth 1, 2, ...: {', '.join(f'{share:.0%}' for share in found)}"
+        for name, found in shares.items()
+        if found
+    ]
+
+
+def latency_numbers_by_kind(measured: Compared) -> dict[str, dict[str, Any]]:
+    """Return the numbers of each kind of prompt, ready for JSON; those of peers are for others to add."""
+    return {
+        kind: {"num_prompts": part.num_prompts, "arms": arms_dict((*_SPEEDS, SPEEDUP), part.result), "peers": {}}
+        for kind, part in measured.by_kind().items()
+    }
+
+
+def _kinds_table(measured: Compared) -> Table[tuple[str, ArmRow]]:
+    def of_arm(value: Value[ArmRow]) -> Value[tuple[str, ArmRow]]:
+        return Value("", lambda row: value.read(row[1]), value.form or "{}", value.title, value.label)
+
+    kind = Value[tuple[str, ArmRow]]("kind", lambda row: row[0], label=True, once=True)
+    values = (kind, *map(of_arm, (TREE, _SPEEDS[0], TOKENS_PER_PASS, SPEEDUP, QUARTILES)))
+    rows = [(name, row) for name, part in measured.by_kind().items() for row in part.result.rows]
+    return Table("", "By kind of prompt", values, rows)
+
+
+def plot_latency(measured: Compared, path: str | Path, others: Sequence[Arm] = ()) -> None:
+    """Draw the speed of each run, of other engines too, and the parts of the time of a pass.
+
+    Raises:
+        ValueError: matplotlib is missing, or the suffix is unknown.
+    """
+    result = measured.result
+    splits = [arm.split for arm in result.arms]
+    tokens = [f"{arm.tokens_per_pass:.2f} tokens" for arm in result.arms]
+    parts = [
+        Series(
+            name, [split[name] for split in splits], colour=PART_COLOURS[name], notes=tokens if name == "rest" else ()
         )
-    write_files(report, config.json, config.plot, plot_latency)
-    return report
+        for name in splits[0]
+    ]
+    title = (
+        f"{Path(measured.config.model).name}: {measured.environment.description}, {measured.num_prompts} prompts, "
+        f"one request at a time{measured.floors_text()}"
+    )
+    names = [arm.name for arm in (*result.arms, *others)]
+    speeds = Panel("Speed of each run; bar: median", [*_dots(result, others)], horizontal=True, names=names,
+                   label="tokens per second", place_label="tree, or other engine" if others else "tree")  # fmt: skip
+    split = Panel("Mean time of one pass, and tokens it gave", parts, kind="stacked", horizontal=True, names=names,
+                  label="milliseconds", legend="below")  # fmt: skip
+    draw_plot(path, title, [speeds, split], width=11, height=2.6 + 0.7 * len(names))
+
+
+def _dots(result: Comparison, others: Sequence[Arm]) -> Sequence[Series]:
+    """Return a dot for each run, spread over a band in the order of the runs, and a mark at each median."""
+    series = []
+    for row, arm in enumerate((*result.arms, *others)):
+        colour = _OTHERS_COLOUR if arm in others else "#0072B2"
+        speeds = [run.tokens_per_second for run in arm.runs]
+        band = [row - 0.18 + 0.36 * (i + 0.5) / len(speeds) for i in range(len(speeds))]
+        note = f"  (speedup {result.speedup_of(arm).median:.2f})" if arm in result.trees else ""
+        median = arm.tokens_per_second.median
+        series.append(Series(arm.name, speeds, x=band, colour=colour, line="none"))
+        series.append(Series("", [median], x=[row], colour="#000000", line="none", marker="|",
+                             notes=[f"{median:.1f}{note}"]))  # fmt: skip
+    return series

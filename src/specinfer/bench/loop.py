@@ -1,4 +1,4 @@
-"""The loop of every comparison: load, warm up, let all arms take turns, check that their outputs are equal, write.
+"""The loop of every comparison: load, warm up, let all arms take turns, and check that their outputs are equal.
 
 The arms run each batch of prompts one after the other, on the same loaded weights and in a rotating order, repeat by
 repeat, so that a machine that slows down slows all of them.
@@ -9,14 +9,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from rich.console import Console
 
 from specinfer.bench.ceilings import measure_ceilings
-from specinfer.bench.comparisons import Comparison
+from specinfer.bench.comparisons import Compared, Comparison
 from specinfer.bench.models import Models, dtype_of, find_models
 from specinfer.bench.options import PLAIN, CompareConfig, kinds_for, precision_of, rotated
 from specinfer.bench.prompts import PromptSet, find_prompts
@@ -31,8 +29,8 @@ from specinfer.model.device import find_device
 from specinfer.model.load import LoadedModel
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy, budget_of, usual_budgets
 from specinfer.policy.rank_choice import TreeSizes
-from specinfer.reporting.files import UnwrittenError, check_files, naming, write_json
-from specinfer.reporting.progress_bar import StageBar, stage_bar
+from specinfer.reporting.environment import Environment
+from specinfer.reporting.progress_bar import StageBar
 from specinfer.reporting.spread import first_difference
 
 SLOTS_OF_DRAFTS = 64  # slots that the cache adds for each sequence
@@ -84,6 +82,7 @@ class Session:
         policies: Policy of each arm at each batch size, used for the whole measurement so that it keeps learning.
     """
 
+    config: CompareConfig
     llm: LLM
     models: Models
     prompts: PromptSet
@@ -96,9 +95,40 @@ class Session:
         """Return the token ids and the parameters of a turn's prompts."""
         return [self.prompts.token_ids[i] for i in turn.prompts], [self.params[i] for i in turn.prompts]
 
+    def turns(self, names: Sequence[str]) -> list[Turn]:
+        return list(schedule(self.config, len(self.prompts.token_ids), names))
+
+    def compare(
+        self, measure: Callable[[Turn, str], Run | None], names: Sequence[str] = (), others: Sequence[str] = ()
+    ) -> Compared:
+        """Let all arms take turns, and compare ours with plain decoding.
+
+        Args:
+            measure: Run one turn with one arm; None if the arm is given up.
+            names: Our arms in addition to plain decoding and the trees.
+            others: Arms of other engines, which are not compared.
+
+        Raises:
+            RuntimeError: An arm changed a greedy output of a float32 target without quantization.
+        """
+        ours = (PLAIN, *self.config.trees, *names)
+        exact = is_exact(self.llm.target.loaded, self.config.temperature)
+
+        def check(turn: Turn, made: Mapping[str, Run]) -> None:
+            if exact:
+                check_equal(turn, {name: run for name, run in made.items() if name in ours})
+
+        runs = take_turns(self.turns((*ours, *others)), self.progress, measure, check)
+        results = []
+        for size in self.config.sizes:
+            plain, *trees = (Arm(name, tuple(runs[size, name])) for name in ours)
+            results.append(Comparison(plain, tuple(trees)))
+        environment = Environment.from_llm(self.llm, self.models.drafter_parameters)
+        return Compared(tuple(results), self.config, environment, self.roofline.ceilings, self.prompts.kinds)
+
 
 @contextmanager
-def open_session(config: CompareConfig, console: Console | None, prepare: Prepare | None = None) -> Iterator[Session]:
+def open_session(config: CompareConfig, progress: StageBar, prepare: Prepare | None = None) -> Iterator[Session]:
     """Load the models of a comparison, and measure what its arms need.
 
     Args:
@@ -108,7 +138,6 @@ def open_session(config: CompareConfig, console: Console | None, prepare: Prepar
         ModelError: A model cannot be used.
         ValueError: An option cannot be used. The message names it, and nothing was measured.
     """
-    check_files(config.json, config.plot)
     device = find_device(config.device)  # preparing is slow, so a missing device is reported before
     offload = OffloadConfig(config.offload, config.memory_budget, config.offload_folder)
     models = find_models(config.model, config.drafters, offload, config.quantization, config.device)
@@ -125,18 +154,17 @@ def open_session(config: CompareConfig, console: Console | None, prepare: Prepar
         num_chars=config.prompt_chars,
         prompts=config.prompts,
     )
-    with stage_bar(console) as progress:
-        dtype = config.dtype
-        if prepare is not None:
-            models, dtype = prepare(models, dtype, device, progress.stage)
-        progress.stage("loading")
-        ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is free memory
-        with load(config, models, dtype, prompts.token_ids) as llm:
-            progress.stage("timing passes")
-            policies = make_policies(config, llm)
-            params = [config.sampling_params(i) for i in range(len(prompts.token_ids))]
-            ended = prompts.end_answers(llm, params)
-            yield Session(llm, models, prompts, ended, policies, Roofline(llm, ceilings), progress)
+    dtype = config.dtype
+    if prepare is not None:
+        models, dtype = prepare(models, dtype, device, progress.stage)
+    progress.stage("loading")
+    ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is free memory
+    with load(config, models, dtype, prompts.token_ids) as llm:
+        progress.stage("timing passes")
+        policies = make_policies(config, llm)
+        params = [config.sampling_params(i) for i in range(len(prompts.token_ids))]
+        ended = prompts.end_answers(llm, params)
+        yield Session(config, llm, models, prompts, ended, policies, Roofline(llm, ceilings), progress)
 
 
 def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[list[int]]) -> LLM:
@@ -224,15 +252,6 @@ def take_turns(
     return runs
 
 
-def comparisons(config: CompareConfig, runs: Mapping[Key, Sequence[Run]]) -> tuple[Comparison, ...]:
-    """Return the comparison at each batch size."""
-    found = []
-    for size in config.sizes:
-        plain, *trees = (Arm(name, tuple(runs[size, name])) for name in (PLAIN, *config.trees))
-        found.append(Comparison(plain, tuple(trees)))
-    return tuple(found)
-
-
 def is_exact(loaded: LoadedModel, temperature: float = 0.0) -> bool:
     """Return whether all arms must generate the same tokens.
 
@@ -257,31 +276,6 @@ def check_equal(turn: Turn, made: Mapping[str, Run]) -> None:
                 raise RuntimeError(
                     f"{together}prompt {number}: with tree {name}, output token {place} is another than without"
                 )
-
-
-class Result(Protocol):
-    """A finished measurement."""
-
-    def as_dict(self) -> dict[str, Any]: ...
-
-
-def write_files(
-    report: Result, json: str | Path | None, plot: str | Path | None, draw: Callable[[Any, str | Path], None]
-) -> None:
-    """Write the files that were asked for.
-
-    Raises:
-        UnwrittenError: A file cannot be written.
-    """
-    try:
-        if json is not None:
-            with naming("json", json):
-                write_json(json, report.as_dict())
-        if plot is not None:
-            with naming("plot", plot):
-                draw(report, plot)
-    except ValueError as error:
-        raise UnwrittenError(str(error), report) from error
 
 
 def _described(turn: Turn) -> str:

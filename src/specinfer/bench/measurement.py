@@ -11,38 +11,30 @@ import torch
 from torch import Tensor
 
 from specinfer.bench.ceilings import now
+from specinfer.bench.loop import Session, Turn
 from specinfer.bench.prompts import run_salt
 from specinfer.bench.results import Answer, Run
 from specinfer.bench.stages import Roofline, StageSample
 from specinfer.core.request import Request, Span
-from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.engine.timer import DeviceTimer
-from specinfer.llm import LLM
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy
 from specinfer.verify import Acceptance
 
 
-def measure_request(
-    llm: LLM,
-    policy: SpeculationPolicy,
-    prompt: Sequence[int],
-    params: SamplingParams,
-    number: int,
-    repeat: int,
-    roofline: Roofline | None = None,
-) -> Run:
-    """Stream the answer to one prompt, and time its tokens as they arrive.
+def measure_request(session: Session, turn: Turn, policy: SpeculationPolicy, *, samples: bool = True) -> Run:
+    """Stream the answer to the only prompt of a turn, and time its tokens as they arrive.
 
     Args:
-        number: Number of the prompt, for the report.
-        roofline: Roofline to compare steps with. If given, steps are also timed on the device.
+        samples: Whether steps are also timed on the device.
 
     Raises:
         RuntimeError: The request failed. The message names its prompt.
     """
+    llm, ((prompt,), (params,)) = session.llm, session.batch(turn)
     engine, device = llm.engine, llm.target.loaded.device
+    timer = DeviceTimer(device) if samples else None
     engine.policy = FixedPolicy()
     start = now(device)
     stream = llm.stream({"prompt_token_ids": list(prompt), "cache_salt": run_salt(llm)}, params)
@@ -50,7 +42,6 @@ def measure_request(
     token_ids, steps = chunk.token_ids, []
     first = now(device)
     engine.policy = policy
-    timer = None if roofline is None else DeviceTimer(device)
     engine.timer = timer
     for chunk in stream:  # one chunk for each step
         token_ids += chunk.token_ids
@@ -59,35 +50,33 @@ def measure_request(
     engine.timer = None
     assert chunk.output is not None
     if chunk.output.error is not None:
-        raise RuntimeError(f"prompt {number}: {chunk.output.error}")
+        raise RuntimeError(f"prompt {turn.prompts[0]}: {chunk.output.error}")
     return Run(
-        repeat, (number,), first - start, last - first, last - start, (tuple(token_ids),), tuple(steps),
-        samples=_samples(timer, roofline),
+        turn.repeat, turn.prompts, first - start, last - first, last - start, (tuple(token_ids),), tuple(steps),
+        samples=_samples(timer, session.roofline),
     )  # fmt: skip
 
 
 def measure_batch(
-    llm: LLM,
+    session: Session,
+    turn: Turn,
     policy: SpeculationPolicy,
-    numbers: Sequence[int],
-    prompts: Sequence[list[int]],
-    params: Sequence[SamplingParams],
-    repeat: int,
     when_read: Callable[[], None] = lambda: None,
-    roofline: Roofline | None = None,
+    *,
+    samples: bool = True,
 ) -> Run:
-    """Decode these prompts together.
+    """Decode the prompts of a turn together.
 
     Args:
-        numbers: Numbers of the prompts, for the report.
         when_read: Function to call when the prefill is done and the clock of decoding starts.
-        roofline: Roofline to compare decoding steps with. If given, steps are also timed on the device.
+        samples: Whether decoding steps are also timed on the device.
 
     Raises:
         RuntimeError: A request failed. The message names its prompt.
     """
+    llm, (prompts, params) = session.llm, session.batch(turn)
     device, size = llm.target.loaded.device, len(prompts)
-    timer = None if roofline is None else DeviceTimer(device)
+    timer = DeviceTimer(device) if samples else None
 
     def begin() -> None:
         llm.engine.timer = timer
@@ -101,28 +90,28 @@ def measure_batch(
     outputs = llm.generate(asked, params, use_tqdm=False)
     end = now(device)
     llm.engine.timer = None
-    for number, output in zip(numbers, outputs, strict=True):
+    for number, output in zip(turn.prompts, outputs, strict=True):
         if output.error is not None:
             raise RuntimeError(f"{size} requests together, prompt {number}: {output.error}")
     assert watch.read is not None
     return Run(
-        repeat=repeat,
-        prompts=tuple(numbers),
+        repeat=turn.repeat,
+        prompts=turn.prompts,
         prompt_time=watch.read - start,
         time=watch.last - watch.read,
         total_time=end - start,
         outputs=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
         steps=tuple(watch.steps),
         times_verification=device.type == "cpu",
-        samples=_samples(timer, roofline),
-        answers=tuple(Answer.of(output) for output in outputs),
+        samples=_samples(timer, session.roofline),
+        answers=tuple(map(Answer.from_output, outputs)),
     )
 
 
-def _samples(timer: DeviceTimer | None, roofline: Roofline | None) -> tuple[StageSample, ...]:
-    if timer is None or roofline is None:
+def _samples(timer: DeviceTimer | None, roofline: Roofline) -> tuple[StageSample, ...]:
+    if timer is None:
         return ()
-    return tuple(StageSample.of(step, roofline.floors(step.record)) for step in timer.take())
+    return tuple(StageSample.from_step(step, roofline.floors(step.record)) for step in timer.take())
 
 
 class _Watch(SpeculationPolicy):

@@ -32,7 +32,7 @@ class Answer:
     time: float
 
     @classmethod
-    def of(cls, output: RequestOutput) -> "Answer":
+    def from_output(cls, output: RequestOutput) -> "Answer":
         metrics = output.metrics
         assert metrics.first_token_time is not None
         assert metrics.finished_time is not None
@@ -229,18 +229,3 @@ class Arm:
     def stages(self) -> Stages:
         """Stages of the steps that were timed on the device."""
         return stages_of(run.samples for run in self.runs)
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the numbers of batches, ready for JSON."""
-        return {
-            **self.tokens_per_second.fields("tokens_per_second"),
-            **self.total_tokens_per_second.fields("total_tokens_per_second"),
-            "nodes": self.nodes,
-            "tokens_per_pass": self.tokens_per_pass,
-            "requests_per_pass": self.requests_per_pass,
-            "ms_per_pass": self.ms_per_pass,
-            "percent_of_time": {part: 100 * share for part, share in self.shares.items()},
-            "stages": self.stages.as_dict(),
-            "num_passes": self.num_passes,
-            "runs": [run.as_dict() for run in self.runs],
-        }

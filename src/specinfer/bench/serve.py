@@ -7,7 +7,7 @@ run. Requests have a cache salt, so that no arm benefits from prompts that the s
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from http.client import HTTPConnection
 from pathlib import Path
@@ -15,34 +15,39 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
-from rich.console import Console
 
-from specinfer.bench.loop import Prepare, write_files
+from specinfer.bench.loop import Prepare
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import PLAIN, precision_of
 from specinfer.bench.serve_load import PATHS, Turn, arrivals, at_rate, schedule, send_all, send_alone, send_one
 from specinfer.bench.serve_options import ServeConfig
+from specinfer.bench.serve_page import serve_page
 from specinfer.bench.serve_process import ServerAddress, running_server
-from specinfer.bench.serve_report import Overhead, RateResult, ServeArm, ServeReport
+from specinfer.bench.serve_report import Overhead, RateResult, ServeArm, Served
 from specinfer.bench.serve_requests import LoadRequest, load_requests
 from specinfer.bench.serve_runs import Round
 from specinfer.bench.serve_search import highest_rate, next_rate, targets_met
-from specinfer.bench.serve_table import plot_serve
 from specinfer.client import error_text, open_async_client, open_client, server_url
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.llm import LLM
 from specinfer.reporting.environment import surroundings
-from specinfer.reporting.files import check_files, options_of
-from specinfer.reporting.progress_bar import StageBar, stage_bar
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, reported
 from specinfer.reporting.spread import Spread
 
 if TYPE_CHECKING:
     import httpx
 
 
-def run_serve(config: ServeConfig, console: Console | None = None, prepare: Prepare | None = None) -> ServeReport:
-    """Run the benchmark and write the requested files. Progress is shown if the console is a terminal.
+@reported
+def run_serve(config: ServeConfig, progress: StageBar) -> Report[Served]:
+    """Run the benchmark; as `serve_under_load`."""
+    return serve_under_load(config, progress)
+
+
+def serve_under_load(config: ServeConfig, progress: StageBar, prepare: Prepare | None = None) -> Report[Served]:
+    """Run the benchmark.
 
     Args:
         prepare: Function that changes the models before the server is started.
@@ -52,14 +57,12 @@ def run_serve(config: ServeConfig, console: Console | None = None, prepare: Prep
         ValueError: An option cannot be used, or no server answers; the message names it. Nothing was measured.
         RuntimeError: The server failed, or an arm has no served request.
     """
-    check_files(config.json, config.plot)
     requests = load_requests(config)
     if config.find_rate is not None and not config.goodput and not any(request.slo for request in requests):
         raise ValueError("find_rate: the requests have no targets; give goodput, or a trace whose lines have slo")
-    with stage_bar(console) as progress, ExitStack() as stack:
-        progress.stage("starting the server")
-        models, dtype = _models(config, prepare, progress.stage)
-        address = stack.enter_context(_server(config, models, dtype))
+    progress.stage("starting the server")
+    models, dtype = _models(config, prepare, progress.stage)
+    with _server(config, models, dtype) as address:
         name, version = _look(address, config.model if config.base_url else None)
         load = _Load(config, address, name, requests, progress)
         results = asyncio.run(load.measure())
@@ -69,16 +72,13 @@ def run_serve(config: ServeConfig, console: Console | None = None, prepare: Prep
             progress.stage("the same in this process")
             prompts = [request.prompt for request in requests]
             overhead = _measure_overhead(config, address, name, prompts, str(models.target), dtype)
-    options = {key: value for key, value in options_of(config).items() if key != "api_key"}
-    environment = surroundings() | {"served_model": name, "server_version": version}
+    _check_served(results)
     highest = None
     if config.find_rate is not None:
         met = targets_met(results, config.goodput, config.find_rate)
         highest = {tree: highest_rate(tree, met) for tree in config.trees}
-    report = ServeReport(results, options, environment, overhead, highest)
-    _check_served(report)
-    write_files(report, config.json, config.plot, plot_serve)
-    return report
+    environment = surroundings() | {"served_model": name, "server_version": version}
+    return serve_page(Served(results, config, name, overhead, highest), environment)
 
 
 # ------------------------------------------------------------------------------------- the server
@@ -216,8 +216,8 @@ def _body(config: ServeConfig, name: str, tree: str, request: LoadRequest, salt:
     return body | {"cache_salt": salt} if config.sends_again else body
 
 
-def _check_served(report: ServeReport) -> None:
-    for result in report.results:
+def _check_served(results: Sequence[RateResult]) -> None:
+    for result in results:
         for arm in result.arms:
             if not arm.served:
                 raise RuntimeError(f"tree {arm.name}: no request was served; the first: {arm.runs[0].error}")

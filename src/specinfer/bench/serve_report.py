@@ -1,14 +1,14 @@
 """Measurements of a serving run under vLLM's names. Nothing here is timed or drawn."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from specinfer.bench.options import PLAIN
+from specinfer.bench.serve_options import ServeConfig
 from specinfer.bench.serve_runs import RequestRun, Round
+from specinfer.reporting.files import json_value
 from specinfer.reporting.spread import Spread
 
 
@@ -68,12 +68,14 @@ class ServeArm:
             "spec_decode_acceptance_length": 1 + accepted / steps if steps else 1.0,
         }
 
-    def numbers(self, options: Mapping[str, object]) -> dict[str, object]:
+    def has_limits(self, limits: Mapping[str, float]) -> bool:
+        return bool(limits) or any(run.limits for run in self.runs)
+
+    def numbers(self, config: ServeConfig) -> dict[str, object]:
         """Return the results under vLLM's keys."""
-        served, duration = self.served, self.duration
+        served, duration, limits = self.served, self.duration, config.goodput
         num_input, num_output = (sum(getattr(run, name) for run in served) for name in ("num_prompt", "num_output"))
-        limits = goodput_of(options)
-        has_limits = limits or any(run.limits for run in self.runs)
+        has_limits = self.has_limits(limits)
         found: dict[str, object] = {
             "duration": duration,
             "completed": len(served),
@@ -88,14 +90,14 @@ class ServeArm:
             "total_token_throughput": (num_input + num_output) / duration,
             "max_concurrent_requests": max(each.most_at_once for each in self.rounds),
         }
-        for metric in _listed(options, "metrics"):
-            found |= spread_of(metric, self.values(metric), _listed(options, "percentiles"))
+        for metric in config.metrics:
+            found |= spread_of(metric, self.values(metric), config.percentiles)
         return found | (self.acceptance or {})
 
-    def as_dict(self, options: Mapping[str, object]) -> dict[str, object]:
+    def as_dict(self, config: ServeConfig) -> dict[str, object]:
         runs = self.runs
-        return self.numbers(options) | {
-            "goodput_by_class": self.by_class(goodput_of(options)),
+        return self.numbers(config) | {
+            "goodput_by_class": self.by_class(config.goodput),
             "input_lens": [run.num_prompt for run in runs],
             "output_lens": [run.num_output for run in runs],
             "ttfts": [run.ttft for run in runs],
@@ -151,6 +153,17 @@ class RateResult:
         pairs = list(self._pairs(arm))
         return sum(a.text != b.text for a, b in pairs), len(pairs)
 
+    def as_dict(self, config: ServeConfig) -> dict[str, object]:
+        """Return the numbers of each arm by its name."""
+        arms: dict[str, object] = {}
+        for arm in self.arms:
+            numbers = arm.as_dict(config)
+            if ratios := self.ratios_of(arm):
+                numbers["ratios"] = {name: {"median": each.median, **each.as_dict()} for name, each in ratios.items()}
+                numbers["num_other_texts"] = self.partings(arm)[0]
+            arms[arm.name] = numbers
+        return arms
+
     def _pairs(self, arm: ServeArm) -> Iterator[tuple[RequestRun, RequestRun]]:
         """Yield pairs of served requests of plain decoding and of the arm, with the same prompt in the same round."""
         assert self.plain is not None
@@ -181,57 +194,38 @@ class Overhead:
             "num_pairs": self.num_pairs
         }
 
+    def __str__(self) -> str:
+        token, first = self.token_ms, self.first_ms
+        return (
+            f"Streaming over HTTP, one request at a time, plain decoding: {token.median:.3f} ms a token "
+            f"({token.lower_quartile:.3f} to {token.upper_quartile:.3f}) and {first.median:.2f} ms to the first token "
+            f"beyond the same in one process ({self.local_ms.median:.2f} ms a token), {self.num_pairs} pairs"
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class ServeReport:
+class Served:
     """Results of all rates, in the requested order.
 
     Attributes:
+        model: Name of the model on the server.
         highest_rates: For each arm, the highest rate at which the wanted share of requests met their targets, or None
             if it missed them at all rates; None if no such rate was wanted.
     """
 
     results: tuple[RateResult, ...]
-    options: Mapping[str, object]
-    environment: Mapping[str, object]
+    config: ServeConfig
+    model: str
     overhead: Overhead | None = None
     highest_rates: Mapping[str, float | None] | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """Return the report in a form ready for JSON."""
+        """Return the numbers of the report, ready for JSON."""
         return {
-            "rates": [self._rate_dict(result) for result in self.results],
+            "rates": [
+                {"request_rate": json_value(result.rate), "arms": result.as_dict(self.config)}
+                for result in self.results
+            ],
             "overhead": None if self.overhead is None else self.overhead.as_dict(),
             "highest_rates": None if self.highest_rates is None else dict(self.highest_rates),
-            "options": {name: _plain(value) for name, value in self.options.items()},
-            "environment": dict(self.environment),
         }
-
-    def _rate_dict(self, result: RateResult) -> dict[str, object]:
-        arms: dict[str, object] = {}
-        for arm in result.arms:
-            numbers = arm.as_dict(self.options)
-            if ratios := result.ratios_of(arm):
-                numbers["ratios"] = {name: {"median": each.median, **each.as_dict()} for name, each in ratios.items()}
-                numbers["num_other_texts"] = result.partings(arm)[0]
-            arms[arm.name] = numbers
-        return {"request_rate": _plain(result.rate), "arms": arms}
-
-
-def goodput_of(options: Mapping[str, object]) -> Mapping[str, float]:
-    """Return the limits for goodput among the options of a run."""
-    goodput = options.get("goodput")
-    return goodput if isinstance(goodput, Mapping) else {}
-
-
-def _listed(options: Mapping[str, object], name: str) -> Sequence[Any]:
-    value = options[name]
-    assert isinstance(value, (tuple, list))
-    return value
-
-
-def _plain(value: object) -> object:
-    """Return a value in a form ready for JSON. Infinity becomes "inf", as in vLLM's files."""
-    if isinstance(value, float) and math.isinf(value):
-        return "inf"
-    return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else value

@@ -8,16 +8,14 @@ Verification reads the logits of every node. All other stages have no floor.
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
-
-from rich.console import Console
+from typing import TypeVar
 
 from specinfer.bench.ceilings import Ceilings
 from specinfer.core.step_record import StepRecord
 from specinfer.engine.timer import STAGES, TimedStep
 from specinfer.llm import LLM
 from specinfer.model.pass_work import PassWork
-from specinfer.reporting.tables import Column, print_rows
+from specinfer.reporting.report import Table, Value
 
 _HEADINGS = ("draft", "target", "walk", "host")  # names of the stages in tables
 T = TypeVar("T")
@@ -58,7 +56,7 @@ class StageSample:
     floors: Mapping[str, float]
 
     @classmethod
-    def of(cls, timed: TimedStep, floors: Mapping[str, float]) -> "StageSample":
+    def from_step(cls, timed: TimedStep, floors: Mapping[str, float]) -> "StageSample":
         return cls(dict(timed.seconds), dict(floors))
 
 
@@ -114,44 +112,38 @@ class Stages:
         return f"{self.ms(stage):.2f}" + ("" if ratio is None else f" ({1 / ratio:.0%})")
 
 
-class HasStages(Protocol):
-    """An arm with steps that were timed on the device."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def stages(self) -> Stages: ...
-
-
 def stages_of(runs: Iterable[Iterable[StageSample]]) -> Stages:
     """Return the samples of all runs of an arm."""
     return Stages(tuple(sample for run in runs for sample in run))
 
 
-def print_stages(
-    ceilings: Ceilings | None,
-    labels: Sequence[Column[T]],
-    rows: Iterable[T],
-    arm_of: Callable[[T], HasStages],
-    console: Console,
-) -> None:
-    """Print the stages of sampled steps, and the ceilings from which floors are computed."""
-    columns = [*labels, *(Column(name, _cell_of(arm_of, stage)) for name, stage in zip(_HEADINGS, STAGES, strict=True))]
-    columns.append(
-        Column("total", lambda row: f"{arm_of(row).stages.total:.2f}" if arm_of(row).stages.samples else "-")
+def stages_table(
+    labels: Sequence[Value[T]], rows: Sequence[T], stages: Callable[[T], Stages], ceilings: Ceilings
+) -> Table[T]:
+    """Return a table of the stages of sampled steps, with the ceilings from which floors are computed."""
+
+    def of_stage(name: str, stage: str) -> Value[T]:
+        return Value("", lambda row: stages(row).cell(stage), heading=name)
+
+    def total(row: T) -> str:
+        return f"{stages(row).total:.2f}" if stages(row).samples else "-"
+
+    values = (*labels, *map(of_stage, _HEADINGS, STAGES), Value("", total, heading="total"))
+    note = (
+        "floors: weights, keys, values and logits read once, all rows multiplied,\n"
+        f"at what the device reaches: {ceilings}"
     )
-    print_rows(console, "Sampled steps: ms of each stage, and its floor's share of it", columns, rows)
-    console.print("floors: weights, keys, values and logits read once, all rows multiplied,", highlight=False)
-    console.print(f"at what the device reaches: {ceilings}", highlight=False)
+    return Table("", "Sampled steps: ms of each stage, and its floor's share of it", values, rows, note)
 
 
-def _cell_of(arm_of: Callable[[T], HasStages], stage: str) -> Callable[[T], str]:
-    return lambda row: arm_of(row).stages.cell(stage)
+def floors_text(stages: Mapping[str, Stages], size: int = 1) -> str:
+    """Return a line with the time of the target's passes over their floor, or an empty text if it is unknown.
 
-
-def floors_text(arms: Sequence[HasStages], size: int = 1) -> str:
-    """Return a line with the time of the target's passes over their floor, or an empty text if it is unknown."""
-    ratios = {arm.name: arm.stages.over_floor("target") for arm in arms}
+    Args:
+        stages: Sampled steps of each arm, by its name.
+        size: Number of requests that ran together.
+    """
+    ratios = {name: each.over_floor("target") for name, each in stages.items()}
     known = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio is not None]
     together = f", {size} together" if size > 1 else ""
     return f"\ntarget's pass over its floor{together}: {', '.join(known)}" if known else ""

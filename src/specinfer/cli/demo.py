@@ -15,7 +15,7 @@ from specinfer.engine_args import EngineArgs
 if TYPE_CHECKING:  # importing these imports torch, which takes seconds
     from torch import Tensor
 
-    from specinfer.bench.latency_report import LatencyReport
+    from specinfer.bench.comparisons import Compared
     from specinfer.core.request import Request
     from specinfer.core.speculation import StepTrace
     from specinfer.core.step_record import StepRecord
@@ -107,10 +107,13 @@ def _chat_figures(screen: Screen) -> str:
     from specinfer.bench.options import KINDS, LatencyConfig
 
     config = LatencyConfig(model=CHAT, num_prompts=len(KINDS), max_tokens=48, repeats=1, temperature=0.0)
-    report = run_latency(config, screen.err)
-    kinds = [f"  {kind:<10}{part.tokens_per_pass:.2f} tokens per pass, {part.speedup:.2f} times the speed"
-             for kind, part in report.by_kind().items()]  # fmt: skip
-    return "\n".join([*_lines(report), *kinds, "greedy decoding, one prompt of each kind", _NEXT_CHAT])
+    measured = run_latency(config, screen.err).measured
+    kinds = []
+    for kind, part in measured.by_kind().items():
+        (tree,) = part.result.trees
+        speedup = part.result.speedup_of(tree).median
+        kinds.append(f"  {kind:<10}{tree.tokens_per_pass:.2f} tokens per pass, {speedup:.2f} times the speed")
+    return "\n".join([*_lines(measured), *kinds, "greedy decoding, one prompt of each kind", _NEXT_CHAT])
 
 
 def _code_figures(screen: Screen) -> str:
@@ -118,15 +121,15 @@ def _code_figures(screen: Screen) -> str:
     from specinfer.bench.options import LatencyConfig
 
     config = LatencyConfig(model=CODE, trees=_CODE_TREES, num_prompts=4, max_tokens=64, repeats=1)
-    report = run_latency(config, screen.err)
-    about = f"Medians and ranges over {report.num_prompts} texts; each tree generates the tokens of plain decoding."
-    return "\n".join([*_lines(report), about, _NEXT_CODE])
+    measured = run_latency(config, screen.err).measured
+    about = f"Medians and ranges over {measured.num_prompts} texts; each tree generates the tokens of plain decoding."
+    return "\n".join([*_lines(measured), about, _NEXT_CODE])
 
 
-def _lines(report: "LatencyReport") -> list[str]:
+def _lines(measured: "Compared") -> list[str]:
     lines = []
-    for arm in report.result.trees:
-        speedup = report.result.speedup_of(arm)
+    for arm in measured.result.trees:
+        speedup = measured.result.speedup_of(arm)
         lines.append(
             f"{arm.name:<9}{arm.tokens_per_pass:.2f} tokens per target pass, {speedup.median:.2f} times the speed "
             f"({speedup.min:.2f} to {speedup.max:.2f})"

@@ -19,7 +19,7 @@ from specinfer.cli.terminal import quiet_libraries
 from specinfer.cli.values import parse_drafters
 from specinfer.core.options import settings_of
 from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE, CODE, usual_temperature
-from specinfer.reporting.files import check_files, show
+from specinfer.reporting.files import UnwrittenError, check_files
 
 _NO_OTHERS: dict[str, Any] = {}
 MEASURED = "Target model, as in generate. (default: demo)"
@@ -69,8 +69,8 @@ class Measurement:
     """A command that measures.
 
     Attributes:
-        run, show: Functions that measure, and print what was measured, as "module:function". They are imported after
-            the options are checked, since torch takes seconds.
+        run: Function that measures, as "module:function". It is imported after the options are checked, since torch
+            takes seconds.
         help: Description of the command.
         model: Help of the argument MODEL; None if there is no such argument.
         default: Model that is measured if none is named.
@@ -82,7 +82,6 @@ class Measurement:
     name: str
     config: type
     run: str
-    show: str
     help: str
     model: str | None = MEASURED
     default: str | None = CODE
@@ -99,8 +98,7 @@ class Measurement:
             with checking():
                 config = self._config(argument, flags, extra)
                 check_inputs(config)
-                run, print_report = _function(self.run), _function(self.show)
-                show(lambda: run(config, screen.err), lambda report: print_report(report, screen.out))
+                _show(_function(self.run), config, screen)
 
         kind, argument = inspect.Parameter.KEYWORD_ONLY, typer.Argument(metavar="MODEL", help=self.model)
         parameters = [] if self.model is None else [
@@ -125,6 +123,16 @@ class Measurement:
         named = {} if self.model is None else {"model": name}
         more = {} if extra is None else extra.settings(self.name, name)
         return self.config(**named | self.usual(name) | more | settings)
+
+
+def _show(run: Callable[..., Any], config: Any, screen: Screen) -> None:
+    """Measure, and print the report, even if a file of it cannot be written."""
+    try:
+        report = run(config, screen.err)
+    except UnwrittenError as error:
+        error.report.print(screen.out)
+        raise
+    report.print(screen.out)
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -197,7 +205,6 @@ LATENCY = Measurement(
     "latency",
     LatencyConfig,
     "specinfer.bench.latency:run_latency",
-    "specinfer.bench.latency_report:print_latency",
     "Compare the latency of token trees with that of plain decoding, one request at a time.",
     usual=usual_settings,
     extra=MovedFlags,
@@ -206,7 +213,6 @@ THROUGHPUT = Measurement(
     "throughput",
     ThroughputConfig,
     "specinfer.bench.throughput:run_throughput",
-    "specinfer.bench.throughput_report:print_throughput",
     "Compare the throughput of token trees with that of plain decoding, by batch size.",
     usual=usual_settings,
     extra=MovedFlags,
@@ -215,7 +221,6 @@ SERVE = Measurement(
     "serve",
     ServeConfig,
     "specinfer.bench.serve:run_serve",
-    "specinfer.bench.serve_table:print_serve",
     "Benchmark a server under load, with and without token trees in turns.",
     model="Model to serve; with --base-url, the name of the model on the server.",
     default=None,
@@ -225,7 +230,6 @@ ACCEPTANCE = Measurement(
     "acceptance",
     AcceptanceConfig,
     "specinfer.bench.acceptance:run_acceptance",
-    "specinfer.bench.acceptance_table:print_acceptance",
     "Measure tokens per pass: the tables of the paper, and a comparison of rules, trees and drafters.",
     extra=AcceptanceFlags,
 )

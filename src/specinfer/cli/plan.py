@@ -36,7 +36,6 @@ PLAN = Measurement(
     "plan",
     PlanConfig,
     "specinfer.planning.device_plan:run_any_plan",
-    "specinfer.planning.device_plan:print_any_plan",
     "Show the cost of a step on this machine, and the trees that auto chooses by batch size.",
     model="Target model, as in generate.",
     is_required=True,

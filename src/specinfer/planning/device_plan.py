@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
-from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, dtype_of, find_models
 from specinfer.core.lookups import MTP, SELF_DRAFTERS, is_model, is_self
 from specinfer.model.definition import load_config
@@ -17,14 +17,14 @@ from specinfer.model.recurrent.layers import num_attending
 from specinfer.planning.device_costs import StepCosts, StepDesign, designs, weights_of
 from specinfer.planning.growth_shape import Shape, drafter_shape, head_dim_of, shape_for
 from specinfer.planning.options import ACCELERATORS, PlanConfig
-from specinfer.planning.plan import choose, find_acceptance, run_plan
-from specinfer.planning.plan_report import Choice, PlanReport
-from specinfer.planning.plan_table import print_plan
+from specinfer.planning.plan import choose, find_acceptance, make_plan
+from specinfer.planning.plan_page import acceptance_line, plan_page
+from specinfer.planning.plan_report import Choice
 from specinfer.planning.target_shape import TargetShape, mean_bytes
 from specinfer.policy.acceptance import AcceptanceModel
-from specinfer.reporting.files import check_files, options_of
 from specinfer.reporting.plots import Panel, Series, draw_plot
-from specinfer.reporting.tables import Column, make_table, new_table, print_table
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, Table, Value, reported
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHAINS = (3, 5)  # lengths of the chains that are shown next to the trees
@@ -66,10 +66,10 @@ class DevicePlan:
     target: TargetShape
     drafter: TargetShape | None
     drafter_name: str | None
-    options: Mapping[str, object]
+    config: PlanConfig
 
     def as_dict(self) -> dict[str, object]:
-        """Return the plan in a form ready for JSON."""
+        """Return the numbers of the report, ready for JSON."""
         rows = [
             one.choice.as_dict()
             | {"pass_ms": one.pass_ms, "draft_level_ms": one.level_ms, "step_ms": one.step_ms, "fits": one.fits}
@@ -81,39 +81,32 @@ class DevicePlan:
             "choices": rows,
             "changes": changes,
             "acceptance_by_rank": list(self.by_rank),
-            "options": dict(self.options),
             "is_measured": False,
         }
 
 
-def run_any_plan(config: PlanConfig, console: Console | None = None) -> "PlanReport | DevicePlan":
-    """Return the plan for this machine, or for a GPU whose published rates are known; as `run_plan`."""
-    return (run_device_plan if config.device in ACCELERATORS else run_plan)(config, console)
+@reported
+def run_any_plan(config: PlanConfig, progress: StageBar) -> Report[Any]:
+    """Return the plan for this machine, or for a GPU whose published rates are known; as `make_plan`."""
+    if config.device in ACCELERATORS:
+        return device_page(plan_device(config, progress))
+    return plan_page(make_plan(config, progress))
 
 
-def print_any_plan(report: "PlanReport | DevicePlan", console: Console) -> None:
-    """Print a plan of either kind."""
-    if isinstance(report, DevicePlan):
-        print_device_plan(report, console)
-    else:
-        print_plan(report, console)
-
-
-def run_device_plan(config: PlanConfig, console: Console | None = None) -> DevicePlan:
-    """Measure acceptance on this machine unless it is given, predict steps on the GPU, and write the requested files.
+def plan_device(config: PlanConfig, progress: StageBar) -> DevicePlan:
+    """Measure acceptance on this machine unless it is given, and predict steps on the GPU.
 
     Raises:
         ModelError: A model cannot be used.
         ValueError: An option cannot be used; the message names it.
         RuntimeError: A request failed.
     """
-    check_files(config.json, config.plot)
     models = find_models(config.model, config.drafters)
     present = StepDesign(kv_bytes=1.0 if config.kv_cache_dtype.startswith("fp8") else 2.0)
     target, drafter, name = _shapes(config, models)
     copy = SELF_DRAFTERS.get(name or "")
     costs = StepCosts(ACCELERATORS[config.device], target, drafter, config.context, present, copy)
-    acceptance = find_acceptance(replace(config, device="auto", grow=None), models, console)
+    acceptance = find_acceptance(replace(config, device="auto", grow=None), models, progress)
     choices = tuple(_predict(costs, acceptance, size) for size in _BATCHES)
     rates = {
         name: np.array(
@@ -124,9 +117,7 @@ def run_device_plan(config: PlanConfig, console: Console | None = None) -> Devic
     built = next(iter(rates.values()))
     changes = {name: tuple((found / built).tolist()) for name, found in rates.items()}
     by_rank = tuple(acceptance.by_rank().tolist())
-    report = DevicePlan(choices, changes, by_rank, target, drafter, name, options_of(config))
-    write_files(report, config.json, config.plot, plot_device_plan)
-    return report
+    return DevicePlan(choices, changes, by_rank, target, drafter, name, config)
 
 
 def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShape | None, str | None]:
@@ -214,44 +205,42 @@ def _predict(costs: StepCosts, acceptance: AcceptanceModel, num_requests: int) -
     )
 
 
-def print_device_plan(report: DevicePlan, console: Console) -> None:
-    """Print the expected speed by batch size, and what changes of the step would gain."""
-    device, options = ACCELERATORS[str(report.options["device"])], report.options
-    drafter = "lookups" if report.drafter is None else f"a drafter of {_billions(report.drafter)}"
-    if report.drafter_name is not None and is_self(report.drafter_name):
-        drafter = f"{SELF_DRAFTERS[report.drafter_name].help} as drafter"
-    console.print(
-        f"[bold]{options['model']}[/bold]: target of {_billions(report.target)} that a pass reads, {drafter}, "
-        f"{options['context']} tokens of context each; predicted for one {device.name} "
+def device_page(plan: DevicePlan) -> Report[DevicePlan]:
+    """Return the report: the expected speed by batch size, and what changes of the step would gain."""
+    device, config = ACCELERATORS[plan.config.device], plan.config
+    drafter = "lookups" if plan.drafter is None else f"a drafter of {_billions(plan.drafter)}"
+    if plan.drafter_name is not None and is_self(plan.drafter_name):
+        drafter = f"{SELF_DRAFTERS[plan.drafter_name].help} as drafter"
+    lines = [
+        f"[bold]{config.model}[/bold]: target of {_billions(plan.target)} that a pass reads, {drafter}, "
+        f"{config.context} tokens of context each; predicted for one {device.name} "
         f"({device.bandwidth / 1e12:g} TB/s, {device.flops / 1e12:g} TFLOP/s), not measured",
-        highlight=False,
+        "",
+        acceptance_line(plan.by_rank, "measured here" if config.acceptance is None else "assumed"),
+    ]
+    values = (
+        Value[DeviceChoice]("batch", lambda row: row.choice.num_requests),
+        Value[DeviceChoice]("pass", lambda row: row.pass_ms, "{:.2f}"),
+        Value[DeviceChoice]("level", lambda row: row.level_ms, "{:.2f}"),
+        Value[DeviceChoice]("step", lambda row: row.step_ms, "{:.2f}"),
+        Value[DeviceChoice]("tree", lambda row: _tree(row.choice)),
+        Value[DeviceChoice]("tokens/s", lambda row: f"{row.choice.tokens_per_second:.0f}" if row.fits else "no memory"),
+        Value[DeviceChoice]("speedup", lambda row: row.choice.speedup, "{:.2f}"),
+        *(_chain(place, length) for place, length in enumerate(_CHAINS)),
     )
-    origin = "measured here" if options["acceptance"] is None else "assumed"
-    rates = ", ".join(f"{rate:.0%}" for rate in report.by_rank)
-    console.print(f"\nAcceptance of the first, second, ... draft token at a node ({origin}): {rates}")
-    columns = (
-        Column[DeviceChoice]("batch", lambda one: str(one.choice.num_requests)),
-        Column[DeviceChoice]("pass", lambda one: f"{one.pass_ms:.2f}"),
-        Column[DeviceChoice]("level", lambda one: f"{one.level_ms:.2f}"),
-        Column[DeviceChoice]("step", lambda one: f"{one.step_ms:.2f}"),
-        Column[DeviceChoice]("tree", lambda one: _tree(one.choice)),
-        Column[DeviceChoice](
-            "tokens/s", lambda one: f"{one.choice.tokens_per_second:.0f}" if one.fits else "no memory"
-        ),
-        Column[DeviceChoice]("speedup", lambda one: f"{one.choice.speedup:.2f}"),
-        *(_chain_column(place, length) for place, length in enumerate(_CHAINS)),
-    )
+    changes = (Value[str]("step", str), *(_gain(plan, place, size) for place, size in enumerate(_COMPARED)))
     title = "Times in ms; speed over plain decoding, of auto's trees (nodes/levels) and of chains"
-    print_table(console, title, make_table(columns, report.choices))
-    headings = [f"{size} request{'s' if size > 1 else ''}" for size in _COMPARED]
-    table = new_table("step", *headings)
-    for name, gains in report.changes.items():
-        table.add_row(name, *(f"{gain:.2f}" for gain in gains))
-    print_table(console, "Tokens per second with one change of the step, over those as built", table)
+    changed = "Tokens per second with one change of the step, over those as built"
+    tables = (Table("", title, values, plan.choices), Table("", changed, changes, list(plan.changes)))
+    return Report(lines, tables, plan, numbers=plan.as_dict(), plot=partial(plot_device_plan, plan))
 
 
-def _chain_column(place: int, length: int) -> Column[DeviceChoice]:
-    return Column(f"chain {length}", lambda one: f"{one.chains[place]:.2f}")
+def _chain(place: int, length: int) -> Value[DeviceChoice]:
+    return Value(f"chain {length}", lambda row: row.chains[place], "{:.2f}")
+
+
+def _gain(plan: DevicePlan, place: int, size: int) -> Value[str]:
+    return Value(f"{size} request{'s' if size > 1 else ''}", lambda name: plan.changes[name][place], "{:.2f}")
 
 
 def _tree(choice: Choice) -> str:
@@ -263,21 +252,21 @@ def _billions(shape: TargetShape) -> str:
     return f"{count / 1e9:.2f} B weights" if count >= 1e9 else f"{count / 1e6:.1f} M weights"
 
 
-def plot_device_plan(report: DevicePlan, path: str | Path) -> None:
+def plot_device_plan(plan: DevicePlan, path: str | Path) -> None:
     """Draw the expected speed by batch size.
 
     Raises:
         ValueError: matplotlib is missing, or the suffix is unknown.
     """
-    sizes = [one.choice.num_requests for one in report.choices]
-    trees = [Series("trees of auto", [one.choice.speedup for one in report.choices], x=sizes)]
+    sizes = [one.choice.num_requests for one in plan.choices]
+    trees = [Series("trees of auto", [one.choice.speedup for one in plan.choices], x=sizes)]
     chains = [
-        Series(f"chains of {length}", [one.chains[place] for one in report.choices], x=sizes)
+        Series(f"chains of {length}", [one.chains[place] for one in plan.choices], x=sizes)
         for place, length in enumerate(_CHAINS)
     ]
-    device = ACCELERATORS[str(report.options["device"])]
+    device = ACCELERATORS[plan.config.device]
     panel = Panel(
         "Expected speedup over plain decoding", trees + chains, counts=True, label="speedup",
         place_label="requests that run together", levels=(1.0,), legend="inside",
     )  # fmt: skip
-    draw_plot(path, f"{Path(str(report.options['model'])).name} on one {device.name}, predicted", [panel], width=7)
+    draw_plot(path, f"{Path(plan.config.model).name} on one {device.name}, predicted", [panel], width=7)

@@ -9,9 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rich.console import Console
-
-from specinfer.bench.loop import write_files
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import precision_of
 from specinfer.bench.prompts import token_prompts
@@ -24,8 +21,8 @@ from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.planning.offload_plan import command_of, offload_choices
 from specinfer.planning.options import PlanConfig
-from specinfer.planning.plan_report import Choice, PlanReport, Streaming
-from specinfer.planning.plan_table import plot_plan
+from specinfer.planning.plan_page import plan_page
+from specinfer.planning.plan_report import Choice, Plan, Streaming
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.base import SpeculationPolicy, budget_of
 from specinfer.policy.cost_cache import cached_costs
@@ -34,27 +31,32 @@ from specinfer.policy.offload_choice import best_of
 from specinfer.policy.rank_choice import RankChoice
 from specinfer.policy.streamed_costs import StreamedCurve
 from specinfer.reporting.environment import Environment
-from specinfer.reporting.files import check_files, options_of
-from specinfer.reporting.progress_bar import StageBar, stage_bar
+from specinfer.reporting.progress_bar import StageBar
+from specinfer.reporting.report import Report, reported
 from specinfer.verify import Acceptance
 
 # Every node that verification reaches has children of all ranks, so that each rank is tried equally often.
 _TREE = "4,4"
 
 
-def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
-    """Measure costs and acceptance where unknown, compare all trees, and write the requested files.
+@reported
+def run_plan(config: PlanConfig, progress: StageBar) -> Report[Plan]:
+    """Measure costs and acceptance where unknown, and compare all trees; as `make_plan`."""
+    return plan_page(make_plan(config, progress))
+
+
+def make_plan(config: PlanConfig, progress: StageBar) -> Plan:
+    """Measure costs and acceptance where unknown, and compare all trees.
 
     Raises:
         ModelError: A model cannot be used.
         ValueError: An option cannot be used; the message names it. Nothing was measured.
         RuntimeError: A request failed.
     """
-    check_files(config.json, config.plot)
     find_device(config.device)
     offload = OffloadConfig(config.offload, config.memory_budget, config.offload_folder)
     models = find_models(config.model, config.drafters, offload, config.quantization, config.device)
-    with _survey(config, models, console) as survey:
+    with _survey(config, models, progress) as survey:
         llm = survey.llm
         survey.progress.stage("timing passes")
         assert llm.drafter is not None
@@ -66,12 +68,10 @@ def run_plan(config: PlanConfig, console: Console | None = None) -> PlanReport:
         offloaded = offload_choices(llm, models, costs, acceptance)
     choices = tuple(choose(costs, acceptance, size) for size in config.batch_sizes)
     command = command_of(config, best_of(offloaded)) if offloaded else None
-    report = PlanReport(costs, by_rank, choices, options_of(config), environment, streaming, offloaded, command)
-    write_files(report, config.json, config.plot, plot_plan)
-    return report
+    return Plan(costs, by_rank, choices, config, environment, streaming, offloaded, command)
 
 
-def find_acceptance(config: PlanConfig, models: Models, console: Console | None = None) -> AcceptanceModel:
+def find_acceptance(config: PlanConfig, models: Models, progress: StageBar) -> AcceptanceModel:
     """Return the given acceptance, or measure it with the models on this machine.
 
     Raises:
@@ -81,7 +81,7 @@ def find_acceptance(config: PlanConfig, models: Models, console: Console | None 
     """
     if config.acceptance is not None:
         return AcceptanceModel.assumed(config.acceptance)
-    with _survey(config, models, console) as survey:
+    with _survey(config, models, progress) as survey:
         return survey.acceptance()
 
 
@@ -116,25 +116,24 @@ class _Survey:
 
 
 @contextmanager
-def _survey(config: PlanConfig, models: Models, console: Console | None) -> Iterator[_Survey]:
+def _survey(config: PlanConfig, models: Models, progress: StageBar) -> Iterator[_Survey]:
     """Load the models, after the prompts are checked."""
     prompts = []
     if config.acceptance is None:
         prompts = token_prompts(models.target, config.max_tokens, count=config.num_prompts, prompts=config.prompts)
-    with stage_bar(console) as progress:
-        progress.stage("loading")
-        with LLM(
-            models.target,
-            drafters=models.drafters,
-            tree="1",
-            **precision_of(config, config.dtype),
-            device=config.device,
-            offload=config.offload,
-            memory_budget=config.memory_budget,
-            offload_folder=config.offload_folder,
-            progress=progress.report_bytes,
-        ) as llm:
-            yield _Survey(llm, config, prompts, progress)
+    progress.stage("loading")
+    with LLM(
+        models.target,
+        drafters=models.drafters,
+        tree="1",
+        **precision_of(config, config.dtype),
+        device=config.device,
+        offload=config.offload,
+        memory_budget=config.memory_budget,
+        offload_folder=config.offload_folder,
+        progress=progress.report_bytes,
+    ) as llm:
+        yield _Survey(llm, config, prompts, progress)
 
 
 def _streaming(llm: LLM, costs: CostModel) -> Streaming | None:

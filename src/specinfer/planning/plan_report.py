@@ -1,8 +1,8 @@
 """Values of a plan: costs, acceptance, and the tree for each batch size."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from specinfer.planning.options import PlanConfig
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from specinfer.policy.offload_choice import OffloadChoice, best_of
@@ -69,7 +69,7 @@ class Streaming:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanReport:
+class Plan:
     """The choices, and the costs and acceptance on which they are based.
 
     Attributes:
@@ -81,7 +81,7 @@ class PlanReport:
     costs: CostModel
     by_rank: tuple[float, ...]
     choices: tuple[Choice, ...]
-    options: Mapping[str, object]
+    config: PlanConfig
     environment: Environment
     streaming: Streaming | None = None
     offload_choices: tuple[OffloadChoice, ...] = ()
@@ -98,11 +98,11 @@ class PlanReport:
         return _milliseconds(self.costs.draft_level)
 
     def as_dict(self) -> dict[str, object]:
-        """Return the report in a form ready for JSON."""
+        """Return the numbers of the report, ready for JSON."""
         return {
             "choices": [choice.as_dict() for choice in self.choices],
             "acceptance_by_rank": list(self.by_rank),
-            "acceptance_measured": self.options["acceptance"] is None,
+            "acceptance_measured": self.config.acceptance is None,
             "target_ms": self.target_ms,
             "draft_level_ms": self.draft_ms,
             "draft_start_ms": 1000 * self.costs.draft_start,
@@ -112,8 +112,6 @@ class PlanReport:
                 one.as_dict() | {"is_best": one is best_of(self.offload_choices)} for one in self.offload_choices
             ],
             "command": self.command,
-            "options": dict(self.options),
-            "environment": self.environment.as_dict(),
         }
 
 

@@ -2,19 +2,18 @@
 
 import contextlib
 import json
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 
 from specinfer.core.errors import file_error
 from specinfer.reporting.plots import check_plot
-
-R = TypeVar("R")
 
 
 class UnwrittenError(ValueError):
@@ -26,8 +25,16 @@ class UnwrittenError(ValueError):
 
 
 def options_of(config: Any) -> dict[str, object]:
-    """Return the fields of a config as values that JSON can hold."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+    """Return the fields of a config as values that JSON can hold, without those that are not shown, such as keys."""
+    shown = {field.name for field in fields(config) if field.repr}
+    return {name: json_value(value) for name, value in asdict(config).items() if name in shown}
+
+
+def json_value(value: object) -> object:
+    """Return a value that JSON can hold. Infinity becomes "inf", as in vLLM's files."""
+    if isinstance(value, Path) or (isinstance(value, float) and math.isinf(value)):
+        return str(value)
+    return [json_value(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
 def check_files(json: str | Path | None, plot: str | Path | None) -> None:
@@ -61,15 +68,29 @@ def naming(option: str, path: str | Path) -> Iterator[None]:
         ) from error
 
 
+class Written(Protocol):
+    """A finished measurement, with its numbers and perhaps a plot."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+    def draw(self, path: str | Path) -> None: ...
+
+
+def write_files(report: Written, json: str | Path | None, plot: str | Path | None) -> None:
+    """Write the files that were asked for.
+
+    Raises:
+        UnwrittenError: A file cannot be written.
+    """
+    try:
+        if json is not None:
+            with naming("json", json):
+                write_json(json, report.as_dict())
+        if plot is not None:
+            with naming("plot", plot):
+                report.draw(plot)
+    except ValueError as error:
+        raise UnwrittenError(str(error), report) from error
+
+
 def write_json(path: str | Path, numbers: Mapping[str, object]) -> None:
     Path(path).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-
-
-def show(measure: Callable[[], R], print_report: Callable[[R], None]) -> None:
-    """Print the report of a measurement, even if a file of it cannot be written."""
-    try:
-        report = measure()
-    except UnwrittenError as error:
-        print_report(error.report)
-        raise
-    print_report(report)

@@ -3,9 +3,9 @@
 print_rows(console, "Speeds", (Column("tree", lambda arm: arm.name, label=True), ...), arms)
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -32,16 +32,6 @@ class Column(Generic[T]):
     cell: Callable[[T], str]
     label: bool = False
     once: bool = False
-
-
-class MeasuredModels(Protocol):
-    """The common part of all results: the options, and the environment of the measurement."""
-
-    @property
-    def options(self) -> Mapping[str, object]: ...
-
-    @property
-    def environment(self) -> Environment: ...
 
 
 def make_table(columns: Sequence[Column[T]], rows: Iterable[T]) -> Table:
@@ -80,13 +70,12 @@ def print_table(console: Console, title: str, table: Table) -> None:
     console.print(table, width=None if console.is_terminal else _UNBOUNDED, crop=False)
 
 
-def print_models(report: MeasuredModels, console: Console) -> None:
-    """Print the models and the environment of the measurement."""
-    environment = report.environment
+def models_line(model: str, environment: Environment) -> str:
+    """Return a line on the models and the environment of a measurement."""
     counts = environment.drafter_parameters.items()
     drafters = ", ".join(f"{name} {millions(n)}" if n else name for name, n in counts)
-    console.print(
-        f"[bold]{report.options['model']}[/bold]: target of {millions(environment.target_parameters)}, "
+    return (
+        f"[bold]{model}[/bold]: target of {millions(environment.target_parameters)}, "
         f"drafters: {drafters or 'none'}; {environment.precision} on {environment.device}, "
         f"{environment.num_threads} threads, {environment.cpu}, peak memory {environment.peak_memory / 2**30:.2f} GiB"
     )

@@ -13,7 +13,7 @@ from rich.table import Table
 from specinfer.learning.tune.evaluation import MODES, RANKS, Passes
 from specinfer.learning.tune.report import TuneReport
 from specinfer.reporting.plots import SERIES_COLOURS, check_plot, new_figure
-from specinfer.reporting.tables import new_table, print_models, print_table
+from specinfer.reporting.tables import models_line, new_table, print_table
 
 if TYPE_CHECKING:  # matplotlib is an extra: only drawing needs it
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ _LINES = {"start": ":", "boosted": "-", "independent": "--"}
 
 def print_report(report: TuneReport, console: Console) -> None:
     """Print the hit rates of each drafter, what it adds to those before, and passes with one, two, ... of them."""
-    print_models(report, console)
+    console.print(models_line(str(report.options["model"]), report.environment))
     cut = f"; {report.num_cut} prompts were too long and were cut to their ends" if report.num_cut else ""
     console.print(
         f"{report.num_examples} examples with {report.num_tokens / 1e6:.2f} M tokens of the target, generated in "
