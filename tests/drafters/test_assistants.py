@@ -14,7 +14,7 @@ from specinfer.core.errors import ModelError
 from specinfer.drafters import AssistantDrafter
 from specinfer.model.heads import load
 from specinfer.model.load import load_model
-from specinfer.ops import Float8Linear, PackedLinear, QuantizedLinear
+from specinfer.ops import PackedLinear, QuantizedLinear
 from tiny import VOCAB, make_model, random_prompts, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -77,7 +77,7 @@ def test_of_a_head_in_clusters_only_the_rows_of_the_best_ones_are_read(
     head: Any = load.load_head(assistant, target, quantization).model
     hidden = torch.randn(3, head.lm_head.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
     whole = head.lm_head.weight.detach() @ hidden.unsqueeze(-1)
-    for kind in (PackedLinear, QuantizedLinear, Float8Linear):
+    for kind in (PackedLinear, QuantizedLinear):
         monkeypatch.setattr(kind, "weight", property(lambda _: pytest.fail("the whole weight is made")))
     found = head.logits(hidden)
     is_scored = found.isfinite()

@@ -288,7 +288,7 @@ def test_the_message_names_both_errors_and_what_it_means_for_speed(
             loaded = load_model(trained("qwen2"), torch.bfloat16, CPU, quantization)
         assert not isinstance(loaded.model, FusedDecoder)
         assert loaded.quantization == quantization
-        assert loaded.compute_path == "PyTorch; the native fused layers were refused"
+        assert loaded.compute_path == "native linear layers; the native fused layers were refused"
         (message,) = [record.getMessage() for record in caplog.records]
         for words in ("native", "several times slower", "layer 2", "float32", "PyTorch's own"):
             assert words in message

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typer.testing import CliRunner
 
-import reference
 from benchmarks import perplexity
 from benchmarks.perplexity import PerplexityConfig, run_perplexity
 from benchmarks.program import app as benchmarks
 from native import ISAS, each_isa
+from reference import layers
 from specinfer.bench.latency import run_latency
 from specinfer.bench.options import LatencyConfig
 from specinfer.cli.app import app
@@ -35,9 +35,9 @@ from specinfer.model.batch import Piece
 from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
-from specinfer.ops import Float8Linear, LinearCall, Panels, QuantizedLinear
+from specinfer.ops import LinearCall, Panels, QuantizedLinear
 from specinfer.ops import quantization as format_
-from specinfer.ops.quantization import Bits, dequantize, linear, quantize, quantize_rows
+from specinfer.ops.quantization import Bits, dequantize, quantize
 from specinfer.policy.cost_cache import _situation
 from tiny import FAMILIES, VOCAB, logits, make_engine, make_model, make_request, paths_of, random_prompts, resized, run
 
@@ -116,16 +116,12 @@ def test_zeros_and_extreme_weights(bits: Bits, dtype: torch.dtype) -> None:
 
 
 def test_the_size_of_the_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = _random((50, 100), 0), _random((9, 100), 1)
+    weight = _random((50, 100), 0)
     for bits in BITS:
         whole = quantize(weight, bits)
-        y = linear(x, whole, None)
         with monkeypatch.context() as patch:
             patch.setattr(format_, "_AT_ONCE", 700)
             pieces = quantize(weight, bits)
-            patch.setattr(format_, "_MAX_ROWS", 4)
-            patch.setattr(format_, "_MAX_PRODUCTS", 1000)
-            assert torch.equal(linear(x, whole, None), y)
         assert torch.equal(pieces.codes, whole.codes)
         assert torch.equal(pieces.scales, whole.scales)
 
@@ -133,70 +129,41 @@ def test_the_size_of_the_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch)
 # ------------------------------------------------------------------------------------------ the product
 
 
-@settings(max_examples=80)
-@given(
-    st.integers(1, 20), st.integers(1, 150), st.integers(1, 70), st.sampled_from(BITS), st.booleans(),
-    st.sampled_from((torch.float32, torch.bfloat16)), st.integers(0, 99),
-)  # fmt: skip
-@example(1, 1, 1, 8, True, torch.float32, 0)
-@example(20, 64, 33, 4, True, torch.bfloat16, 0)
-def test_equal_to_the_plainest_product(
-    rows: int, depth: int, size: int, bits: Bits, biased: bool, dtype: torch.dtype, seed: int
-) -> None:
-    """To the last bit, and for each row alone."""
-    x, weight = _random((rows, depth), seed, dtype), quantize(_random((size, depth), seed + 1), bits)
-    bias = _random((size,), seed + 2, dtype) if biased else None
-    y = linear(x, weight, bias)
-    wanted = reference.quantized_product(x, weight.codes, weight.scales, weight.zero, weight.group_size, bias)
-    assert torch.equal(y, wanted)
-    for row in range(rows):
-        assert torch.equal(linear(x[row : row + 1], weight, bias)[0], y[row])
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield from each_isa(request)
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_a_row_does_not_depend_on_its_neighbours(bits: Bits) -> None:
-    x, weight = _random((300, 200), 0), quantize(_random((150, 200), 1), bits)
-    y = linear(x, weight, None)
+def test_a_row_does_not_depend_on_its_neighbours(isa: str, bits: Bits) -> None:
+    x, call = _random((300, 200), 0), LinearCall(Panels.from_codes(quantize(_random((150, 200), 1), bits)))
+    y = call(x)
     for rows in (slice(0, 1), slice(7, 9), slice(250, 300), slice(0, 257), slice(1, 300, 3)):
-        assert torch.equal(linear(x[rows], weight, None), y[rows])
-    assert torch.equal(linear(x.flip(0), weight, None).flip(0), y)
+        assert torch.equal(call(x[rows].contiguous()), y[rows])
+    assert torch.equal(call(x.flip(0)).flip(0), y)
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_near_the_product_of_the_numbers_themselves(bits: Bits) -> None:
+def test_near_the_product_of_the_numbers_themselves(isa: str, bits: Bits) -> None:
     """Each activation is off by half a step of its group at most."""
     x, weight = _random((10, 300), 0), quantize(_random((40, 300), 1), bits)
-    numbers = dequantize(weight)
+    numbers, size = dequantize(weight), weight.group_size
     exact = x.double() @ numbers.double().T
-    _, scales = quantize_rows(x, weight.group_size)
-    half_steps = scales.repeat_interleave(weight.group_size, dim=1)[:, :300] / 2
-    error = (linear(x, weight, None) - exact).abs()
+    groups = functional.pad(x, (0, -300 % size)).unflatten(1, (-1, size))
+    half_steps = (groups.abs().amax(dim=2) / 254).repeat_interleave(size, dim=1)[:, :300]
+    error = (LinearCall(Panels.from_codes(weight))(x) - exact).abs()
     assert (error <= half_steps @ numbers.abs().T * 1.001 + 1e-4).all()
     assert error.pow(2).mean().sqrt() < 0.01 * exact.std()
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_what_is_not_finite_shows_in_its_own_row_only(bits: Bits) -> None:
-    x, weight = _random((6, 100), 0), quantize(_random((30, 100), 1), bits)
-    y = linear(x, weight, None)
-    x[1, 99], x[2, 0], x[4, 50] = torch.nan, torch.inf, -torch.inf
-    found = linear(x, weight, None)
-    assert found[[1, 2, 4]].isnan().all()
-    assert torch.equal(found[[0, 3, 5]], y[[0, 3, 5]])
-
-
-def test_activations_too_small_or_nought_are_nought() -> None:
+def test_activations_too_small_or_nought_are_nought(isa: str) -> None:
     weight, bias = quantize(_random((7, 100), 0), 8), _random((7,), 1)
     x = torch.zeros((3, 100))
     x[1], x[2, 3] = 1e-38, -1e-44
-    assert torch.equal(linear(x, weight, bias), bias.expand(3, 7))
+    assert torch.equal(LinearCall(Panels.from_codes(weight, bias))(x), bias.expand(3, 7))
     x[0, 0] = torch.finfo(torch.float32).max
-    assert linear(x, quantize(torch.full((1, 100), 1e-3), 4), None)[0].isfinite().all()
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from each_isa(request)
+    small = quantize(torch.full((1, 100), 1e-3), 4)
+    assert LinearCall(Panels.from_codes(small))(x)[0].isfinite().all()
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -217,7 +184,7 @@ def test_native_products(
     assert torch.equal(panels.unpack_codes().scales, weight.scales)
     call = LinearCall(panels, dots=dots)
     y = call(x)
-    torch.testing.assert_close(y, linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(y, layers.rounded_product(x, weight, bias), rtol=1e-5, atol=1e-4)
     for row in range(rows):
         assert torch.equal(call(x[row : row + 1])[0], y[row])
 
@@ -278,7 +245,7 @@ def _dequantized(runner: ModelRunner) -> ModelRunner:
     model = loaded.model
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if isinstance(layer, QuantizedLinear | Float8Linear):
+            if isinstance(layer, QuantizedLinear):
                 plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
                 plain.weight, plain.bias = nn.Parameter(layer.weight), layer.bias  # type: ignore[assignment]
                 setattr(parent, name, plain)
@@ -542,7 +509,9 @@ def test_perplexity_is_that_of_thelogits(
             bits = torch.cat(divergence).mean().item() / math.log(2)
             assert score["divergence_bits"] == pytest.approx(bits, abs=1e-5)
             assert score["same_best"] == pytest.approx(torch.cat(same).float().mean().item())
-            assert score["weight_bytes"] == runner.loaded.num_bytes < exact["weight_bytes"]
+            assert score["weight_bytes"] == runner.loaded.num_bytes
+            # Groups in floating point have 128 inputs, more than this model's layers.
+            assert score["name"] == "fp8" or score["weight_bytes"] < exact["weight_bytes"]
     numbers = json.loads(file.read_text())
     assert numbers["weights"] == json.loads(json.dumps(scores))
     assert numbers["environment"]["quantization"] is None

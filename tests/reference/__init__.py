@@ -277,32 +277,6 @@ def attention(
 # ------------------------------------------------------------------------------------- quantization
 
 
-def quantized_product(
-    x: Tensor, codes: Tensor, scales: Tensor, zero: int, group_size: int, bias: Tensor | None
-) -> Tensor:
-    """[rows, out] group by group, with whole numbers as such, and the rest in fp32 one sum after the other.
-
-    Args:
-        x: [rows, in], finite.
-        codes: [out, groups * group_size].
-        scales: [out, groups].
-        bias: [out].
-    """
-    rows, depth = x.shape
-    values = torch.zeros((rows, codes.shape[1]))
-    values[:, :depth] = x.float()
-    total = torch.zeros((rows, len(codes)))
-    for group in range(scales.shape[1]):
-        part = slice(group * group_size, (group + 1) * group_size)
-        largest = values[:, part].abs().max(dim=1).values
-        largest[largest < 2.0**-120] = 0.0
-        factor = torch.where(largest == 0, 0.0, 127 / largest)
-        numbers = torch.round(values[:, part] * factor[:, None]).clamp(-127, 127).long()
-        sums = numbers @ (codes[:, part].long() - zero).T
-        total = total + (largest / 127)[:, None] * scales[:, group].float()[None, :] * sums.float()
-    return (total if bias is None else total + bias.float()).to(x.dtype)
-
-
 def subtree_yield(
     parents: Sequence[int],
     makers: Sequence[frozenset[int]],

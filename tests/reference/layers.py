@@ -13,7 +13,7 @@ from torch.nn import functional
 from specinfer.ops.cpu.recurrence import ConvolutionCall, RecurrenceCall
 from specinfer.ops.kv_types import NO_SCALES, KVScales, to_stored
 from specinfer.ops.layer_ops import sum_parts
-from specinfer.ops.quantization import widened_product
+from specinfer.ops.quantization import dequantize
 from specinfer.ops.quantized_weight import QuantizedWeight
 from specinfer.ops.routes import Routes
 from specinfer.ops.scan_order import ScanOrder
@@ -94,18 +94,35 @@ def routed_product(
     for expert, block in zip(routes.experts.tolist(), routes.pairs.view(-1, routes.size), strict=True):
         if expert < routes.num_experts:
             pairs, part = block[block < routes.num_pairs], slice(expert * outputs, (expert + 1) * outputs)
-            result[pairs] = widened_product(
-                rows[pairs // each], weight.part(part), None if bias is None else bias[part]
-            )
+            result[pairs] = product(rows[pairs // each], weight.part(part), None if bias is None else bias[part])
     return result
 
 
 def product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    result = widened_product(rows, weight, bias)
+    result = functional.linear(rows, dequantize(weight, rows.dtype), bias)
     return result if out is None else out.copy_(result)
 
 
 product_of_many = product
+
+
+def rounded_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Return [rows, out] of finite x as CPUs compute it: with whole numbers by group, the rest in float32 in order."""
+    size, groups = weight.group_size, weight.scales.shape[1]
+    values = functional.pad(x.float(), (0, groups * size - x.shape[1])).unflatten(1, (groups, size))
+    numbers, scales, added = weight.numbers().unflatten(1, (groups, size)), weight.group_scales(), weight.group_added()
+    largest = values.abs().amax(dim=2)
+    largest = largest.masked_fill(largest < 2.0**-120, 0.0)
+    factor = torch.where(largest == 0, 0.0, 127 / largest)
+    rounded = torch.round(values * factor.unsqueeze(2)).clamp(-127, 127)
+    total = torch.zeros(len(x), weight.out_features)
+    for group in range(groups):
+        sums, steps = (rounded[:, group].double() @ numbers[:, group].double().T).float(), largest[:, group, None] / 127
+        if added is None:
+            total += steps * scales[:, group] * sums
+        else:
+            total += steps * (scales[:, group] * sums + rounded[:, group].sum(dim=1, keepdim=True) * added[:, group])
+    return (total if bias is None else total + bias.float()).to(x.dtype)
 
 
 def add_low_rank(y: Tensor, x: Tensor, lora_indices: Tensor, places: Tensor, max_rank: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
 from specinfer.model.quantized_experts import plain_linear, quantize_experts, round_experts
-from specinfer.ops import Float8Linear, QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from specinfer.ops import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from specinfer.ops.quantization import BITS
 from specinfer.ops.quantized_linear import joined_bias
 
@@ -19,11 +19,11 @@ HEAD_BITS: Literal[8] = 8  # later layers cannot make up for an error of the las
 # Layers that choose experts: they are small, and another choice changes more than a small error in a number.
 ROUTER = re.compile(r"(^|\.)(gate|\w*expert_gate|\w*router\w*)(\.|$)")
 logger = logging.getLogger(__name__)
-# The function that quantizes a layer, by names of `config.QUANTIZATIONS`; `native` allows native kernels.
+# The function that quantizes a layer, by names of `config.QUANTIZATIONS`; `native` packs it for CPUs.
 QUANTIZE: dict[str, Callable[[nn.Linear, bool], nn.Module]] = {
     "int8": lambda layer, native: QuantizedLinear.from_linear(layer, 8, native=native),
     "int4": lambda layer, native: QuantizedLinear.from_linear(layer, 4, native=native),
-    "fp8": lambda layer, _native: Float8Linear.from_linear(layer),
+    "fp8": lambda layer, native: QuantizedLinear.from_linear(layer, "fp8", native=native),
 }
 
 
@@ -72,10 +72,10 @@ def quantize_linears(
         what = "drafters: a drafter" if config is None else f"model: family {config.model_type!r}"
         raise ModelError(f"{what} has no layers that can be quantized; leave quantization out")
     if rounds_experts(quantization, device):
-        if device.type == "cuda":
-            round_experts(model, inside, BITS[quantization], device)
+        if native and device.type == "cpu":
+            quantize_experts(model, inside, BITS[quantization])
         else:
-            quantize_experts(model, inside, BITS[quantization], native=native)
+            round_experts(model, inside, BITS[quantization], device)
     if warns:
         _warn_of_stacks(model, inside)
     for name in [*names, *heads]:

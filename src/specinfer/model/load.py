@@ -167,8 +167,8 @@ def load_model(
         dtype: Type of the weights; "auto" for the checkpoint's own.
         quantization: One of `config.QUANTIZATIONS`, to which the linear layers are rounded, or None to leave
             them as the checkpoint has them.
-        native: Whether to use native kernels where they are faster, and the fused decoder on a GPU. False to run the
-            model with transformers and PyTorch only, as on a GPU without Triton.
+        native: Whether to use native kernels on a CPU, and the fused decoder on a GPU. False to run the model with
+            transformers and PyTorch, as on a GPU without Triton, which computes with no codes.
         offload: Settings to stream the decoder layers instead of keeping them in memory. At first all layers are
             streamed, see `Stream.settle`.
         progress: Callback for the progress of reading a streamed target.
@@ -199,7 +199,7 @@ def load_model(
     if offload.offload is not None:
         return _loaded(job, load_streamed(job, progress), ", streamed")
     note = ""
-    for attempt in (job, replace(job, native=False)):
+    for attempt in (job, replace(job, allows_fusing=False)):
         try:
             built = _build(attempt)
         except torch.OutOfMemoryError as error:
@@ -222,7 +222,7 @@ def _build(job: LoadConfig) -> BuiltModel | str:
     for transform in TRANSFORMS:
         if transform.is_needed(job, fuses):
             transform.apply(model, job)
-    fuses_on_device = job.native and not fuses and can_fuse_on_device(model, job.device)
+    fuses_on_device = job.native and job.allows_fusing and not fuses and can_fuse_on_device(model, job.device)
     probed = probe(model, job.config, job.device, job.layers, records=fuses or fuses_on_device)
     if fuses:
         model = FusedDecoder(model, job.quantization, narrows=True).eval()
@@ -234,7 +234,7 @@ def _build(job: LoadConfig) -> BuiltModel | str:
     if verdict.is_right:
         return BuiltModel(model, definition, probed)
     logger.warning(
-        "the %s of %s are not used, and it runs as PyTorch has it, several times slower: %s",
+        "the %s of %s are not used, and its layers run as transformers has them, several times slower: %s",
         path_of(model), origin_of(job.folder), verdict,
     )  # fmt: skip
     return path_of(model)

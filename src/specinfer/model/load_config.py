@@ -30,6 +30,7 @@ class LoadConfig:
     token_map: Tensor | None = None
     kv_dtype: torch.dtype | None = None
     num_sharing: int = 1  # processes that keep layers in this machine's memory
+    allows_fusing: bool = True
 
     @property
     def num_layers(self) -> int:
@@ -88,4 +89,5 @@ class LoadConfig:
         """
         if self.shard.tensor.size > 1 and has_sums(definition):
             return False
-        return self.has_native_kernels and self.quantization in (None, *BITS) and can_fuse(definition)
+        is_allowed = self.allows_fusing and self.has_native_kernels and self.quantization in (None, *BITS)
+        return is_allowed and can_fuse(definition)

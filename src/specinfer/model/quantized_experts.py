@@ -73,17 +73,15 @@ def can_quantize_experts(module: nn.Module) -> bool:
     return down is not None and down.ndim == 3 and is_known and not getattr(module, "has_post_expert_norm", False)
 
 
-def quantize_experts(model: nn.Module, inside: tuple[str, ...], bits: Bits, *, native: bool) -> None:
-    """Replace the experts of a model by ones whose matrices are rounded.
+def quantize_experts(model: nn.Module, inside: tuple[str, ...], bits: Bits) -> None:
+    """Replace the experts of a model on a CPU by ones whose matrices are rounded.
 
     Args:
         inside: What the names of modules in decoder layers begin with.
-        native: Whether to use the native kernels if there are any.
     """
     names = [name for name, one in model.named_modules() if name.startswith(inside) and can_quantize_experts(one)]
     for name in names:  # one after the other, so that the numbers of few are in memory with their codes
-        make = partial(_rounded, bits=bits, native=native)
-        model.set_submodule(name, QuantizedExperts(_parts(model.get_submodule(name), make)))
+        model.set_submodule(name, QuantizedExperts(_parts(model.get_submodule(name), partial(_rounded, bits=bits))))
 
 
 def split_experts(model: nn.Module) -> None:
@@ -126,13 +124,9 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return layer
 
 
-def _rounded(weight: Tensor, bias: Tensor | None, bits: Bits, *, native: bool) -> _Linear:
+def _rounded(weight: Tensor, bias: Tensor | None, bits: Bits) -> _Linear:
     """Return the rounded layer of one matrix of a stack."""
-    rounded = quantize(weight, bits)
-    if native:
-        return LinearCall(Panels.from_codes(rounded, bias))
-    given = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-    return QuantizedLinear(rounded, given, weight.dtype, native=False)
+    return LinearCall(Panels.from_codes(quantize(weight, bits), bias))
 
 
 def matrix_of(experts: Any, name: str, expert: int) -> Tensor:

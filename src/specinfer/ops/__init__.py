@@ -15,7 +15,7 @@ from specinfer.ops.cpu.linear_call import GATES, Ending, LinearCall
 from specinfer.ops.cpu.low_rank import AdapterRuns, AdapterTable, LowRank
 from specinfer.ops.cpu.panels import Panels
 from specinfer.ops.quantization import quantize
-from specinfer.ops.quantized_linear import Float8Linear, QuantizedEmbedding, QuantizedLinear
+from specinfer.ops.quantized_linear import QuantizedEmbedding, QuantizedLinear
 from specinfer.ops.quantized_weight import QuantizedWeight
 from specinfer.ops.scales import WIDTH
 
@@ -31,7 +31,6 @@ __all__ = [
     "Ending",
     "ExpertsCall",
     "FlatPieces",
-    "Float8Linear",
     "LayerCall",
     "LayerInputsCall",
     "LayersCall",

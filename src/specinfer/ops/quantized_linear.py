@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch.nn import functional
 from specinfer.ops import float8, layer_ops, quantization
 from specinfer.ops.cpu.linear_call import LinearCall
 from specinfer.ops.cpu.panels import Panels
-from specinfer.ops.float8 import LEVELS, Float8Weight
 from specinfer.ops.quantization import Bits
 from specinfer.ops.quantized_weight import QuantizedWeight
 
@@ -19,14 +18,15 @@ _TENSORS = ("codes", "scales", "added", "nest", "levels", "zeros")
 
 
 class QuantizedLinear(nn.Module):
-    """A replacement for `nn.Linear` with quantized weights; on a CPU activations are quantized too.
+    """A replacement for `nn.Linear` with quantized weights.
 
     Args:
         dtype: Type of the original weights, and of `weight`.
-        native: Whether to use the native kernel if there is one; also for weights on the meta device.
+        native: Whether to pack weights for the kernels of CPUs, if they are not on a GPU; weights on the meta device,
+            too.
     """
 
-    # As in `QuantizedWeight`, codes packed; None with the native kernel.
+    # As in `QuantizedWeight`, codes packed; None if they are packed for CPUs.
     codes: Tensor | None
     scales: Tensor | None
     added: Tensor | None
@@ -46,19 +46,24 @@ class QuantizedLinear(nn.Module):
             self.call = LinearCall(Panels.from_codes(weight, bias))
         packed = None if self.call is not None else weight.packed()
         for name in _TENSORS:
-            self.register_buffer(name, None if packed is None else getattr(packed, name), persistent=False)
+            tensor = None if packed is None else getattr(packed, name)
+            if name == "levels" and weight.is_float:  # a constant that kernels do not read
+                self.levels = tensor
+            else:
+                self.register_buffer(name, tensor, persistent=False)
         self.inputs: Tensor | None
         self.register_buffer("inputs", weight.inputs, persistent=False)
 
     @classmethod
-    def from_linear(cls, layer: nn.Linear, bits: Bits, *, native: bool = True) -> Self:
-        """Return the quantized version of a layer."""
-        weight = quantization.quantize(layer.weight.detach(), bits)
+    def from_linear(cls, layer: nn.Linear, kind: Bits | Literal["fp8"], *, native: bool = True) -> Self:
+        """Return the quantized version of a layer, by the bits of integers or in floating point."""
+        numbers = layer.weight.detach()
+        weight = float8.quantize(numbers) if kind == "fp8" else quantization.quantize(numbers, kind)
         return cls(weight, layer.bias, layer.weight.dtype, native=native)
 
     @classmethod
     def joined(cls, layers: Sequence["QuantizedLinear"]) -> Self:
-        """Return one layer with the outputs of all layers, one after the other; they must not use the native kernel."""
+        """Return one layer with the outputs of all layers, one after the other; they must not be packed for CPUs."""
         weight = QuantizedWeight.joined([layer.stored for layer in layers])
         return cls(weight, joined_bias(layers), layers[0].dtype, native=False)
 
@@ -69,7 +74,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def stored(self) -> QuantizedWeight:
-        """Weights as they are without the native kernel."""
+        """Weights that are not packed for CPUs."""
         assert self.codes is not None
         assert self.scales is not None
         weight = QuantizedWeight(self.codes, self.scales, self.bits, self.in_features, self.group)
@@ -105,9 +110,7 @@ class QuantizedLinear(nn.Module):
         rows = rows if self.inputs is None else rows[:, self.inputs]
         if self.call is not None:
             return self.call(rows.float().contiguous()).to(rows.dtype)
-        if rows.is_cuda:  # activations are not rounded: it would take longer than it saves
-            return layer_ops.quantized_product(rows.contiguous(), self.stored, self.bias)
-        return quantization.linear(rows, self.quantized, self.bias)
+        return layer_ops.quantized_product(rows.contiguous(), self.stored, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
@@ -142,62 +145,6 @@ class QuantizedEmbedding(nn.Module):
         # By this function, because reference passes look for it.
         result = functional.embedding(torch.arange(len(rows), device=rows.device).view(token_ids.shape), rows)
         return result if self.embed_scale is None else result * self.embed_scale.to(self.dtype)
-
-
-class Float8Linear(nn.Module):
-    """A replacement for `nn.Linear` with weights of 8 bits in floating point; see float8.py.
-
-    There is no native kernel: on a CPU weights are widened for each call, which is slower than reading full-size
-    weights.
-
-    Args:
-        dtype: Type of the original weights, and of `weight`.
-    """
-
-    codes: Tensor  # [out, in] uint8
-    scales: Tensor  # [out] float32
-
-    def __init__(self, weight: Float8Weight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.codes.shape
-        self.dtype, self.bias = dtype, bias
-        self.register_buffer("codes", weight.codes, persistent=False)
-        self.register_buffer("scales", weight.scales, persistent=False)
-
-    @classmethod
-    def from_linear(cls, layer: nn.Linear) -> Self:
-        """Return the quantized version of a layer."""
-        return cls(float8.quantize(layer.weight.detach()), layer.bias, layer.weight.dtype)
-
-    @classmethod
-    def joined(cls, layers: Sequence["Float8Linear"]) -> Self:
-        """Return one layer with the outputs of all layers, one after the other."""
-        codes, scales = torch.cat([layer.codes for layer in layers]), torch.cat([layer.scales for layer in layers])
-        return cls(Float8Weight(codes, scales), joined_bias(layers), layers[0].dtype)
-
-    @property
-    def stored(self) -> QuantizedWeight:
-        """Weights in one group."""
-        size = self.in_features
-        return QuantizedWeight(self.codes, self.scales.unsqueeze(1), 8, size, size, levels=LEVELS)
-
-    @property
-    def weight(self) -> Tensor:
-        """Weights as [out, in], computed at each access."""
-        return float8.dequantize(Float8Weight(self.codes, self.scales), self.dtype)
-
-    def rows(self, numbers: Tensor) -> Tensor:
-        """Return [rows, in] float32, the weight's rows with the indices `numbers` [rows]."""
-        return quantization.dequantize(self.stored.part(numbers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features).contiguous()
-        multiply = layer_ops.quantized_product if rows.is_cuda else quantization.widened_product
-        result = multiply(rows, self.stored, self.bias)
-        return result.view(*x.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, fp8"
 
 
 def joined_bias(layers: Sequence[Any]) -> nn.Parameter | None:

@@ -1,4 +1,4 @@
-"""The order in which recurrences on GPUs compute the tokens of a pass."""
+"""The order in which recurrences compute the tokens of a pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +52,16 @@ class ScanOrder:
         num_results: int,
         device: torch.device,
     ) -> Self:
-        """Return the order of the same tokens as a `NativeScan`, sent to the device in one copy."""
+        """Return the order of tokens, each after its parent, sent to the device in one copy.
+
+        Args:
+            slots: [tokens] slots.
+            parents: For each request, [its tokens] the parents among its tokens, -1 for its first state.
+            first_rows: [requests] rows of the pool with the first states, or -1 for zeros.
+            rows: [tokens] rows of the pool for the states after them, or -1.
+            results: [tokens] rows of the results, or -1 for none.
+            num_results: Number of results.
+        """
         arrays, num_places = cls.arrays_of(slots, parents, first_rows, rows, results)
         return cls(num_results, num_places, *send_together(list(arrays.values()), device))
 
@@ -60,7 +69,7 @@ class ScanOrder:
     def arrays_of(
         slots: _Integers, parents: Sequence[_Integers], first_rows: Sequence[int], rows: _Integers, results: _Integers
     ) -> tuple[dict[str, _Integers], int]:
-        """Return the tensors' contents by name, and the number of places."""
+        """Return the tensors' contents by name, and the number of places; see `from_arrays`."""
         origins, places, first_places, num_places = [], [], [], 0
         for of_request in parents:
             origin, place, first, count = _places(of_request)

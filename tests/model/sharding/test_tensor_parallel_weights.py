@@ -73,8 +73,8 @@ def test_weights_in_floating_point_have_scales_of_each_part(tmp_path: Path) -> N
     name = "model.layers.0.mlp.up_proj"
     ours: list[Any] = [part.model.get_submodule(name) for part in parts]
     up: Any = whole.model.get_submodule(name)
-    assert torch.equal(torch.cat([one.codes for one in ours]), up.codes)
-    assert torch.equal(torch.cat([one.scales for one in ours]), up.scales)
+    assert torch.equal(torch.cat([one.quantized.codes for one in ours]), up.quantized.codes)
+    assert torch.equal(torch.cat([one.quantized.scales for one in ours]), up.quantized.scales)
     wanted = Ranks(tmp_path, WHOLE, "fp8").logits()
     for split in [(2, 1), (2, 2)]:
         for found, its, exact in zip(Ranks(tmp_path, split, "fp8").logits(), wanted, plain, strict=True):

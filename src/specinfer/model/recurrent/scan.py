@@ -79,7 +79,7 @@ class Scan:
         return {**arrays, "paths": self._path_slots(taps), "new": self._new}
 
     def _arrays(self) -> tuple[Ints, list[Ints], list[int], Ints, Ints, int]:
-        """Return slots, parents, first rows, rows, rows of the results and their number, as `NativeScan` has them."""
+        """Return slots, parents, first rows, rows, rows of the results and their number, as `ScanOrder` takes them."""
         slots, new = self._path_slots(1)[:, 0], self._new
         rows = np.full(len(slots), NO_ROW, dtype=np.int64)
         results = np.full(len(slots), NO_ROW, dtype=np.int64)

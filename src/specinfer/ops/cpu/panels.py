@@ -46,6 +46,7 @@ class Panels:
     @classmethod
     def from_codes(cls, weight: QuantizedWeight, bias: Tensor | None = None) -> "Panels":
         """Pack codes with their scales."""
+        weight = _in_kernel_groups(weight) if weight.is_float else weight
         codes, levels = weight.codes, None
         if weight.levels is None or weight.is_float:
             kind = _TYPES[weight.bits, weight.group_size]
@@ -168,6 +169,14 @@ class Panels:
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.packed, self.scales, self.bias) if t is not None)
+
+
+def _in_kernel_groups(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return weights of floating-point codes in groups as the kernels have them, which share scales of larger ones."""
+    size = _GROUPS[FP8]
+    starts = torch.arange(0, weight.in_features, size)
+    codes = functional.pad(weight.codes, (0, len(starts) * size - weight.codes.shape[1]))
+    return replace(weight, codes=codes, scales=weight.scales[:, starts // weight.group_size], group=size)
 
 
 def _cat(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -2,8 +2,8 @@
 //
 // A head's state is a matrix [key_dim][value_dim]. Its columns do not depend on each other: a work item is some columns
 // of one head, which stay in the nearest cache while all tokens of the pass go through them, each from its parent's
-// state. A token that is its parent's last child overwrites the parent's state, so that a chain needs one place and
-// a tree as many as it has leaves. Sums run over keys in order: a token's result is the same in any pass, to the bit.
+// state. A state that a token other than the next one continues from has a place of its own; all others of a request
+// take turns in one place. Sums run over keys in order: a token's result is the same in any pass, to the bit.
 
 static const int64_t COLUMNS = 2 * LANES;  // of a state, in an item
 static const int64_t FEW_CHANNELS = 1 << 14;  // inputs of a convolution that one thread is done with before another has come

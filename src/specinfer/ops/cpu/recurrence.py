@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specinfer.ops.cpu.library import call
 from specinfer.ops.cpu.panels import TYPES
+from specinfer.ops.scan_order import ScanOrder
 
 # What has a decay of its own: a head's state, each of its rows (keys), or each number in it.
 Decays = Literal["head", "key", "column"]
@@ -46,15 +47,10 @@ class _Scan(ctypes.Structure):
 
 
 class NativeScan:
-    """The tokens of a pass in the order of a recurrence, each after its parent; made once per pass.
+    """The tokens of a pass in the order of a recurrence; made once per pass, from the arguments of a `ScanOrder`.
 
-    Args:
-        slots: [tokens] slots.
-        parents: For each request, [its tokens] the parents among its tokens, -1 for its first state.
-        first_rows: [requests] rows of the pool with the first states, or -1 for zeros.
-        rows: [tokens] rows of the pool for the states after them, or -1.
-        results: [tokens] rows of the results, or -1 for none.
-        num_results: Number of results.
+    A token reads the state in one place and writes it to another: to the place that a later token continues from, or to
+    a place of its request that the next token continues from.
     """
 
     def __init__(
@@ -66,39 +62,20 @@ class NativeScan:
         results: _Integers,
         num_results: int,
     ) -> None:
-        origins, own, firsts, places = [], [], [], 0
-        for parent in parents:
-            firsts.append(places)
-            origin, to, count = _places(parent)
-            origins.append(origin + places)
-            own.append(to + places)
-            places += count
-        arrays = [slots, np.concatenate(origins), np.concatenate(own), rows, results]
-        arrays += [np.asarray(values, dtype=np.int64) for values in (firsts, first_rows)]
-        self._alive = arrays = [np.ascontiguousarray(array) for array in arrays]
-        self._structure = _Scan(len(slots), places, len(firsts), *(array.ctypes.data for array in arrays))
+        arrays, num_places = ScanOrder.arrays_of(slots, parents, first_rows, rows, results)
+        count = len(parents)
+        of_request = num_places + np.arange(count)
+        lengths = arrays["ends"] - arrays["starts"]
+        written = np.where(arrays["places"] < 0, np.repeat(of_request, lengths), arrays["places"])
+        first_places = np.where(arrays["first_places"] < 0, of_request, arrays["first_places"])
+        before = np.roll(written, 1)
+        before[arrays["starts"]] = first_places
+        read = np.where(arrays["origins"] < 0, before, arrays["origins"])
+        of_tokens = [arrays["slots"], read, written, arrays["rows"], arrays["results"]]
+        self._alive = kept = [np.ascontiguousarray(one) for one in (*of_tokens, first_places, arrays["first_rows"])]
+        self._structure = _Scan(len(slots), num_places + count, count, *(one.ctypes.data for one in kept))
         self.address = ctypes.addressof(self._structure)
         self.num_tokens, self.num_results = len(slots), num_results
-
-
-def _places(parents: _Integers) -> tuple[_Integers, _Integers, int]:
-    """Return where the state before and after each token lies, and the number of places.
-
-    The last child of a token takes over its place.
-    """
-    count = len(parents)
-    if (parents == np.arange(-1, count - 1)).all():
-        zeros = np.zeros(count, dtype=np.int64)
-        return zeros, zeros, 1
-    last_child = np.full(count + 1, -1)
-    last_child[parents + 1] = np.arange(count)  # of equal parents the last counts
-    is_last = (last_child[parents + 1] == np.arange(count)).tolist()
-    own, num_places = [0], 1  # from the first state on
-    for parent, takes_over in zip((parents + 1).tolist(), is_last, strict=True):
-        own.append(own[parent] if takes_over else num_places)
-        num_places += not takes_over
-    places = np.asarray(own, dtype=np.int64)
-    return places[parents + 1], places[1:], num_places
 
 
 class ConvolutionCall:
