@@ -24,16 +24,15 @@ from specinfer.learning.policy.step_collection import collect_steps, make_tasks
 from specinfer.learning.policy.training import train_policy
 from specinfer.learning.policy.tree_outcomes import _count, outcomes_of
 from specinfer.llm import LLM
-from specinfer.policy.cost_model import CostModel
-from specinfer.policy.curves import Curve
 from specinfer.policy.features import feature_names
 from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
 from specinfer.policy.step_log import StepEntry, StepLog, read_log, write_log
+from tests.policy.simulated_machines import slow_target_costs
 from tiny import random_prompts, save_model, save_tokenizer
 
 SLOTS = ("model", "suffix")
 NAMES = feature_names(SLOTS)
-COSTS = CostModel(Curve((1, 8, 16, 32, 64), (1.0, 1.07, 1.42, 1.93, 3.5)), Curve([1], [0.02]))
+COSTS = slow_target_costs()
 
 
 def entry(

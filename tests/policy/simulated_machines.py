@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from specinfer.core.request import Span
+from specinfer.core.limits import SLO
+from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
@@ -20,6 +21,7 @@ from specinfer.verify import Acceptance
 from tiny import make_request
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+FEW = (1, 2, 4, 8, 16, 32, 64)
 GROWING = (1.0, 1.0, 1.1, 1.2, 1.4, 2.0, 4.0, 8.0, 16.0, 32.0)
 # A tree of which nothing is accepted, and one that is accepted whole.
 WRONG = TokenTree((0, 5, 6, 7, 8), (-1, 0, 0, 0, 0)), Acceptance((), 9)
@@ -33,17 +35,34 @@ def make_costs(
     return CostModel(Curve(SIZES, seconds), Curve((1, 64), [draft_level] * 2), read_token)
 
 
+def flat(seconds: float) -> Curve:
+    """Return the seconds of passes or levels that cost the same at each size."""
+    return Curve(FEW, [seconds] * len(FEW))
+
+
+def slow_target_costs(read_token: float = 0.0) -> CostModel:
+    """Return the costs of a target whose pass takes about fifty times as long as a draft level."""
+    return CostModel(Curve((1, 8, 16, 32, 64), (1.0, 1.07, 1.42, 1.93, 3.5)), Curve([1], [0.02]), read_token)
+
+
 def bent_costs(bend: int, seconds: float = 4.0, draft_level: float = 0.02) -> CostModel:
     """Return the costs of a machine that reads weights for some seconds, and computes longer from `bend` rows on."""
     curve = Curve([1, bend, 1024], [seconds, seconds, seconds * 1024 / bend])
     return CostModel(curve, Curve((1, 64), [draft_level] * 2))
 
 
-def make_span(num_output: int = 1, max_tokens: int = 100, length: int = 10, tree: str | None = None) -> Span:
+def make_span(
+    num_output: int = 1, max_tokens: int = 100, length: int = 10, tree: str | None = None, slo: SLO | None = None
+) -> Span:
     """Return a span of a request that is about to emit a token; it had one before, unless `num_output` is another."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, tree=tree)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, tree=tree, slo=slo)
     request = make_request("a", range(length), params)
     request.token_ids += [1] * num_output
+    return span_of(request)
+
+
+def span_of(request: Request) -> Span:
+    """Return the span of the last known token of a request."""
     return Span(request, len(request.token_ids) - 1, len(request.token_ids))
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from specinfer.policy.optimizer import ExpectedYield, choose_each
+from tests.policy.simulated_machines import slow_target_costs
 
-# Those of a target a hundred times as slow as its drafter.
-COSTS = CostModel(Curve((1, 8, 16, 32, 64), (1.0, 1.07, 1.42, 1.93, 3.5)), Curve([1], [0.02]))
+COSTS = slow_target_costs()
 
 
 def test_the_worked_example_of_the_module() -> None:

@@ -28,10 +28,9 @@ def _policy() -> AutoPolicy:
 def _span(tpot: float | None = None, *, late: float = 0.0, max_tokens: int = 100, tree: str | None = None) -> Span:
     """Return the span of a request with a target in seconds, whose next token is due a target later, less `late`."""
     slo = None if tpot is None else SLO(tpot=1000 * tpot)
-    request = make_request("a", range(10), SamplingParams(temperature=0.0, max_tokens=max_tokens, slo=slo, tree=tree))
-    request.token_ids += [1] * 5
-    request.drafting.is_read, request.times.first_token = True, NOW - 4 * (tpot or 0.0) - late
-    return Span(request, 14, 15)
+    span = make_span(5, max_tokens, tree=tree, slo=slo)
+    span.request.drafting.is_read, span.request.times.first_token = True, NOW - 4 * (tpot or 0.0) - late
+    return span
 
 
 def test_trees_grow_first_for_who_would_miss_the_target() -> None:
