@@ -19,12 +19,17 @@ from tiny import make_model, random_prompts, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = random_prompts([5, 40, 1, 17])
-SAMPLED = [SamplingParams(temperature=1.0, seed=i, max_tokens=40, presence_penalty=i % 2) for i in range(4)]
+SAMPLED_PROMPTS = random_prompts([7, 9, 7, 70, 12])
+SAMPLED = [
+    SamplingParams(temperature=temperature, seed=i, max_tokens=40, presence_penalty=i % 2)
+    for i, temperature in enumerate((1.0, 1.0, 0.8, 1.0, 0.0))
+]
 slow, distributed = pytest.mark.slow, pytest.mark.distributed
 
 # The target, and a function that writes a drafter into a folder, or the drafter's name.
 KINDS: dict[str, tuple[str, Callable[[Path], Path] | str]] = {
     "small": ("llama", lambda at: save_model(at, noise=0.5)),
+    "deep small": ("deep", lambda at: save_model(at, noise=0.5, num_hidden_layers=8)),
     "EAGLE-3": ("deep", lambda at: save_eagle3(at, draft_ids=range(2, 90))),
     "another EAGLE-3": ("deep", lambda at: save_eagle3(at, seed=1)),
     "EAGLE": ("llama", save_eagle),
@@ -157,7 +162,7 @@ def sampled_text(pair_of: Callable[[str], Pair]) -> Callable[[str], list[list[in
     @cache
     def text(target: Path) -> list[list[int]]:
         with llm_of(target, tree="off") as llm:
-            return _texts(llm, random_prompts([7] * 4), SAMPLED)
+            return _texts(llm, SAMPLED_PROMPTS, SAMPLED)
 
     return lambda kind: text(pair_of(kind).target)
 
@@ -171,7 +176,7 @@ def sampled_text(pair_of: Callable[[str], Pair]) -> Callable[[str], list[list[in
         ("DSpark", ("suffix",)),
         ("P-EAGLE", ("suffix",)),
         *(pytest.param(kind, ("suffix",), marks=slow) for kind in ("DFlash", "JetSpec")),
-        (ASSISTANT, ("small", "suffix")),
+        (ASSISTANT, ("suffix",)),
         ("sparse", ()),
     ],
     ids=str,
@@ -183,11 +188,40 @@ def test_sampled_text_does_not_depend_on_the_drafter(
     pair_of: Callable[[str], Pair],
     sampled_text: Callable[[str], list[list[int]]],
 ) -> None:
-    """Nor on its being chosen, or not, next to a small model."""
-    select = "hedge:1" if "small" in more and tree == "2,2,1" else "all"
-    drafters = [pair_of("small").drafter if name == "small" else name for name in more]
-    with pair_of(kind).llm(*drafters, tree=tree, select=select) as llm:
-        assert _texts(llm, random_prompts([7] * 4), SAMPLED) == sampled_text(kind)
+    with pair_of(kind).llm(*more, tree=tree) as llm:
+        assert _texts(llm, SAMPLED_PROMPTS, SAMPLED) == sampled_text(kind)
+
+
+HEADS, COPIES = ("EAGLE-3", "DFlash", "DSpark", "deep small"), ("small", "copy", "sparse")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [
+        (HEADS, {"tree": "2,1,1", "select": "hedge:1"}),
+        (HEADS, {"tree": "best-first:8", "select": "hedge", "verification": "target-only"}),
+        (COPIES, {"tree": "2,1,1", "select": "hedge:1"}),
+        (COPIES, {"tree": "2,1,1", "select": "hedge:1", "verification": "target-only"}),
+        ((ASSISTANT, "small"), {"tree": "2,2,1", "select": "hedge:1"}),
+        ((ASSISTANT, "small"), {"tree": "best-first:16:5"}),
+    ],
+    ids=str,
+)
+def test_drafters_that_are_chosen_or_not_change_no_text(
+    kinds: Sequence[str],
+    options: dict[str, Any],
+    pair_of: Callable[[str], Pair],
+    sampled_text: Callable[[str], list[list[int]]],
+) -> None:
+    first, *others = kinds
+    with pair_of(first).llm(*(pair_of(kind).drafter for kind in others), "suffix", **options) as llm:
+        assert _texts(llm, SAMPLED_PROMPTS, SAMPLED) == sampled_text(first)
+        _check_nothing_is_left(llm)
+        assert llm.drafter is not None
+        assert llm.drafter.num_failures == {}
+        if llm.drafter.selection is not None:
+            traffic = llm.drafter.selection.hedge._traffic
+            assert all(losses.mean is not None for losses in traffic.values()), "each is scored, asked or not"
 
 
 @pytest.mark.parametrize(

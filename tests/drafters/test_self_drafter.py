@@ -91,23 +91,6 @@ def test_a_copy_reads_no_prompt_so_a_long_one_costs_it_nothing(drafters: tuple[s
         assert costs.read_token == 0.0
 
 
-@pytest.mark.parametrize("verification", ["coupled", "target-only"])
-def test_copies_that_are_chosen_or_not_change_no_text(verification: str, target: Path, tmp_path: Path) -> None:
-    small = save_model(tmp_path / "small", "llama", noise=0.5)
-    params = [SamplingParams(temperature=t, max_tokens=40, seed=i) for i, t in enumerate((0.0, 0.0, 0.8, 1.0))]
-    texts = []
-    for options in ({"tree": "off"}, {"tree": "2,1,1", "select": "hedge:1", "verification": verification}):
-        with llm_of(target, small, "self:int4", "self:sparse", **options) as llm:
-            outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
-            texts.append([list(one.outputs[0].token_ids) for one in outputs])
-            assert llm.target.cache.num_owned == 0
-    assert texts[0] == texts[1]
-    assert llm.drafter is not None
-    assert llm.drafter.selection is not None
-    assert llm.drafter.num_failures == {}
-    assert all(losses.mean is not None for losses in llm.drafter.selection.hedge._traffic.values()), "each is scored"
-
-
 @pytest.mark.parametrize("name", ["self:sparse", "self:int4"])
 def test_a_copy_is_scored_once_on_text_that_it_missed(name: str, target: Path, model: Any) -> None:
     """The target's own weights are right about all of its greedy text."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from heads import drafter_of, ids_of, llm_of, save_block, save_cycle, save_eagle3
+from heads import drafter_of, ids_of, llm_of, save_cycle, save_eagle3
 from reference.heads import SlowEagle3, slow_tree
 from reference.texts import hidden_states
 from specinfer import SamplingParams
@@ -23,38 +23,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=90)
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def drafters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("drafters")
-    return [
-        save_eagle3(root / "eagle3", draft_ids=range(2, 90)),
-        save_block(root / "dflash"),
-        save_block(root / "dspark", "dspark"),
-        save_model(root / "small", noise=0.5, num_hidden_layers=LAYERS),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("tree", "select", "verification"),
-    [("2,1,1", "hedge:1", "coupled"), ("best-first:8", "hedge", "target-only")],
-)
-def test_heads_that_are_chosen_or_not_change_no_text(
-    tree: str, select: str, verification: str, target: Path, drafters: list[Path]
-) -> None:
-    prompts = random_prompts([7, 9, 70])
-    params = [SamplingParams(temperature=t, max_tokens=40, seed=i) for i, t in enumerate((0.0, 0.8, 1.0))]
-    texts = []
-    for options in ({"tree": "off"}, {"tree": tree, "select": select, "verification": verification}):
-        with llm_of(target, *drafters, "suffix", **options) as llm:
-            texts.append([one.outputs[0].token_ids for one in llm.generate(ids_of(prompts), params, use_tqdm=False)])
-            if llm.drafter is not None:
-                assert llm.drafter.selection is not None
-                assert llm.drafter.num_failures == {}
-                traffic = llm.drafter.selection.hedge._traffic
-                assert all(losses.mean is not None for losses in traffic.values()), "each is scored, asked or not"
-    assert texts[0] == texts[1]
 
 
 def _losses(slow: SlowEagle3, model: Any, tokens: list[int], start: int, end: int, step: int) -> list[float]:
