@@ -221,7 +221,7 @@ def test_drafters_that_are_chosen_or_not_change_no_text(
         assert llm.drafter.num_failures == {}
         if llm.drafter.selection is not None:
             traffic = llm.drafter.selection.hedge._traffic
-            assert all(losses.mean is not None for losses in traffic.values()), "each is scored, asked or not"
+            assert all(losses.denominator for losses in traffic.values()), "each is scored, asked or not"
 
 
 @pytest.mark.parametrize(

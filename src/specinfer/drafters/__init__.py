@@ -87,18 +87,16 @@ def make_drafter(
         drafters.append(
             drafter_class(kind, vocab_size, name, draft_sampling, calibration, vocabulary, is_scored=is_chosen)
         )
-    selection, num_drafters = None, len(kinds)
+    selection = None
     if max_asked is not None and is_chosen:
         names = [drafter.name for drafter in drafters[1:]]
         models = [drafter.name for drafter in drafters if draft_kind(drafter) is not None]
         lookups = [name for name in names if name not in models]
         selection = Selection(models, lookups, max_asked, dict(zip(names, costs or (), strict=False)))
-        num_drafters = len(lookups) + min(max_asked, num_models)
     return MergedDrafter(
         drafters,
         calibration,
         may_choose=draft_sampling in (*CHOSEN, AUTO),
-        num_drafters=num_drafters,
         vocab_size=vocab_size,
         selection=selection,
     )

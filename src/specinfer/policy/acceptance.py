@@ -12,8 +12,8 @@ from itertools import zip_longest
 import numpy as np
 import numpy.typing as npt
 
+from specinfer.core.decayed_ratio import DecayedRatio
 from specinfer.core.tree import TokenTree
-from specinfer.policy.decayed_ratio import DecayedRatio
 from specinfer.verify import Acceptance
 
 Floats = npt.NDArray[np.float64]

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from specinfer.core.decayed_ratio import DecayedRatio
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
-from specinfer.policy.decayed_ratio import DecayedRatio
 from specinfer.policy.features import FeatureTracker, find_slots
 from specinfer.policy.network import SMALL_NODES, PolicyNetwork, token_weight
 from specinfer.policy.optimizer import ExpectedYield, choose_each, clearly_faster, pays_to_read

@@ -4,10 +4,10 @@ import logging
 
 from torch import Tensor
 
+from specinfer.core.decayed_ratio import DecayedRatio
 from specinfer.core.request import Request
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
-from specinfer.policy.decayed_ratio import DecayedRatio
 from specinfer.verify import Acceptance
 
 logger = logging.getLogger(__name__)

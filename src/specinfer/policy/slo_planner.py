@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from specinfer.core.decayed_ratio import DecayedRatio
 from specinfer.core.limits import SLO
 from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
-from specinfer.policy.decayed_ratio import DecayedRatio
 from specinfer.policy.optimizer import ExpectedYield, pays_to_read
 from specinfer.policy.rank_choice import RankChoice
 

@@ -6,27 +6,11 @@ out, as a bandit must. HedgeSpec ("Not-a-Bandit", arXiv 2510.20064), on Hedge (F
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+
+from specinfer.core.decayed_ratio import DecayedRatio
 
 # Weight, in tokens, of the losses of all traffic when a request begins; its own prompt soon says more.
 _PRIOR_TOKENS = 16.0
-
-
-@dataclass(slots=True)
-class _Losses:
-    """Decayed sums of one drafter's losses and of their number of tokens."""
-
-    total: float = 0.0
-    num_tokens: float = 0.0
-
-    def add(self, losses: Sequence[float], decay: float) -> None:
-        for loss in losses:
-            self.total = decay * self.total + loss
-            self.num_tokens = decay * self.num_tokens + 1.0
-
-    @property
-    def mean(self) -> float | None:
-        return self.total / self.num_tokens if self.num_tokens else None
 
 
 class Hedge:
@@ -72,8 +56,9 @@ class Hedge:
         self.rate = math.sqrt(8.0 * math.log(len(names)) / horizon)
         self._decay = decay
         self._costs = dict.fromkeys(names, 0.0) | dict(costs or {})
-        self._traffic = {name: _Losses() for name in names}
-        self._requests: dict[str, dict[str, _Losses]] = {}
+        # Losses of each drafter over their number of tokens: of all traffic, and of each request.
+        self._traffic = {name: DecayedRatio(decay) for name in names}
+        self._requests: dict[str, dict[str, DecayedRatio]] = {}
 
     def observe(self, request_id: str, losses: Mapping[str, Sequence[float]], *, of_prompt: bool = False) -> None:
         """Add losses, each from 0 to 1, of tokens in the order of the text.
@@ -84,13 +69,14 @@ class Hedge:
         """
         known = self._of(request_id)
         for name, values in losses.items():
-            known[name].add(values, self._decay)
-            if not of_prompt:
-                self._traffic[name].add(values, self._decay)
+            for ratio in (known[name],) if of_prompt else (known[name], self._traffic[name]):
+                for loss in values:
+                    ratio.observe(loss, 1.0)
 
     def mean_loss(self, request_id: str, name: str) -> float | None:
         """Return the mean loss over the tokens that count, or None before the first."""
-        return self._of(request_id)[name].mean
+        losses = self._of(request_id)[name]
+        return losses.value if losses.denominator else None
 
     def weights(self, request_id: str | None = None) -> dict[str, float]:
         """Return the weights of all drafters, summing to 1, in a request, or in all traffic if `request_id` is None."""
@@ -118,21 +104,22 @@ class Hedge:
         """Drop the state of a request that ended; what all traffic showed stays."""
         self._requests.pop(request_id, None)
 
-    def _of(self, request_id: str) -> dict[str, _Losses]:
+    def _of(self, request_id: str) -> dict[str, DecayedRatio]:
         """Return a request's losses; a new one begins with those of recent traffic."""
         if request_id not in self._requests:
             self._requests[request_id] = {
-                name: _Losses() if losses.mean is None else _Losses(_PRIOR_TOKENS * losses.mean, _PRIOR_TOKENS)
+                name: DecayedRatio(self._decay, weight * losses.value, weight)
                 for name, losses in self._traffic.items()
+                for weight in [_PRIOR_TOKENS if losses.denominator else 0.0]
             }
         return self._requests[request_id]
 
-    def _weighed(self, known: Mapping[str, _Losses]) -> dict[str, float]:
+    def _weighed(self, known: Mapping[str, DecayedRatio]) -> dict[str, float]:
         """Return each drafter's losses, the basis of the weights, as if all were scored on as many tokens."""
-        num_tokens = max(losses.num_tokens for losses in known.values())
-        means = [losses.mean for losses in known.values() if losses.mean is not None]
+        num_tokens = max(losses.denominator for losses in known.values())
+        means = [losses.value for losses in known.values() if losses.denominator]
         usual = sum(means) / len(means) if means else 0.0  # the mean of the others for one that was never scored
         return {
-            name: num_tokens * ((usual if losses.mean is None else losses.mean) + self._costs[name])
+            name: num_tokens * ((losses.value if losses.denominator else usual) + self._costs[name])
             for name, losses in known.items()
         }

@@ -9,6 +9,7 @@ parallelism); what they draft does not depend on where they run.
 
 from collections.abc import Iterator, Sequence
 
+from specinfer.core.lookups import PREDICTION
 from specinfer.core.request import Request, Span
 from specinfer.core.rules import is_random
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
@@ -39,7 +40,6 @@ class MergedDrafter:
     Args:
         may_choose: True if drafted tokens are chosen, not drawn, so the best of all may be kept and the others dropped;
             never for a request whose own rule needs draws.
-        num_drafters: The number of drafters that draft for every request, or None for all.
         vocab_size: The target's vocabulary size; a drafter that proposes other tokens fails.
         selection: The choice of drafters for each request, or None for all. The models it names can be scored.
     """
@@ -50,14 +50,12 @@ class MergedDrafter:
         calibration: Calibration | None = None,
         *,
         may_choose: bool = True,
-        num_drafters: int | None = None,
         vocab_size: int | None = None,
         selection: Selection | None = None,
     ) -> None:
         assert len({drafter.name for drafter in drafters}) == len(drafters), "what is learned is kept by name"
         self.drafters = tuple(drafters)
         self._guarded = [GuardedDrafter(drafter, vocab_size) for drafter in drafters]
-        self.num_drafters = len(self.drafters) if num_drafters is None else num_drafters
         self.calibration = calibration or Calibration()
         self._pruning = Pruning(self.calibration)
         self._may_choose = may_choose
@@ -67,6 +65,13 @@ class MergedDrafter:
     @property
     def name(self) -> str:
         return "+".join(drafter.name for drafter in self.drafters)
+
+    @property
+    def num_drafters(self) -> int:
+        """The number of drafters that draft for a request, without its prediction, which few have."""
+        if self.selection is not None:
+            return self.selection.num_drafters
+        return sum(drafter.name != PREDICTION for drafter in self.drafters)
 
     @property
     def num_failures(self) -> dict[str, int]:

@@ -62,6 +62,11 @@ class Selection:
         self._courses: dict[str, _Course] = {}
 
     @property
+    def num_drafters(self) -> int:
+        """The number of drafters that are asked for a request."""
+        return len(self.lookups) + min(self.num_asked, len(self.models))
+
+    @property
     def weights(self) -> dict[str, float]:
         """Weights of all drafters in recent traffic."""
         return self.hedge.weights()
