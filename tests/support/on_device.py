@@ -77,7 +77,8 @@ def load_device_head(folder: Path, target: LoadedModel) -> LoadedModel:
         patch.setattr(heads_load, "pack_linears", lambda _: 0)
         loaded = load_head(folder, target)
     assert isinstance(loaded.model, FeatureHead)
-    assert loaded.model.fuse_on_device(loaded.max_position)
+    loaded.model.fuse_on_device(loaded.max_position)
+    assert loaded.model.on_device is not None
     return loaded
 
 

@@ -102,6 +102,12 @@ class AssistantHead(FeatureHead):
             )
         self.members = ordering.view(count, -1)
 
+    def fuse(self, quantization: str | None) -> None:
+        """Leave the layers as they are: native ones read keys and values of their own."""
+
+    def fuse_on_device(self, max_position: int) -> None:
+        """Leave the layers as they are, as `fuse` does."""
+
     def speak(self, dialect: Position) -> None:
         self.dialect = dialect
 

@@ -18,14 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError
-from specinfer.model.attention import store_new
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
-from specinfer.model.families import rotate
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, shapes_of
-from specinfer.model.layers.device import DeviceNorm, device_layers
-from specinfer.model.layers.native import native_layers
+from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape
 from specinfer.ops import WIDTH, norm
 from specinfer.ops.layer_ops import add_norm
 from specinfer.ops.tree_layout import pack_bits
@@ -51,17 +47,15 @@ class BlockHead(FeatureHead):
             is_causal=bool(fields.get("causal_head", False)),
         )
         trunk = make_trunk(checkpoint.layer_fields())
-        self.width = width = int(trunk.config.hidden_size)
+        self.take_layers(trunk)
+        width = self.width
         self.reads = _reads(checkpoint, fields, target.num_layers, len(trunk.layers))
         self.fc = nn.Linear(len(self.reads) * target.width, width, bias=False, device="meta")
-        self.hidden_norm = type(trunk.norm)(width, eps=float(trunk.config.rms_norm_eps))
-        self.layers, self.rotary, self.norm = trunk.layers, trunk.rotary_emb, trunk.norm
+        self.hidden_norm, self.norm = type(trunk.norm)(width, eps=self.eps), trunk.norm
         for name in ("fc", "hidden_norm", "layers", "norm"):
             checkpoint.fill(getattr(self, name), f"{name}.")
-        self._config = trunk.config
         has_windows = any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in trunk.layers)
         self._sliding_is_causal = has_windows and not bool(fields.get("sliding_window_non_causal", True))
-        self.layer_shapes = shapes_of(trunk)
         self.take_ends(checkpoint, target, ends)
         self._take_pairs(checkpoint, target, fields)
 
@@ -84,17 +78,9 @@ class BlockHead(FeatureHead):
         if self.confidence is not None:
             checkpoint.fill(self.confidence, "confidence_head.proj.")
 
-    def fuse(self, quantization: str | None) -> bool:
+    def fuse(self, quantization: str | None) -> None:
         if all(layer.self_attn.q_proj.out_features % WIDTH == 0 for layer in self.layers):  # keys begin a panel
-            self.fused = native_layers(self.layers, self.rotary, self._config, quantization)
-        self._last_norm = self.norm.weight.float()
-        return self.fused is not None
-
-    def fuse_on_device(self, max_position: int) -> bool:
-        self.on_device = device_layers(self.layers, self.rotary, self._config, max_position)
-        if self.on_device is not None:
-            self.hidden_norm = DeviceNorm(self.hidden_norm)
-        return self.on_device is not None
+            super().fuse(quantization)
 
     def project(self, taps: Sequence[Tensor]) -> Tensor:
         kind = self.hidden_norm.weight.dtype  # not of fc, whose weight is computed at each access if quantized
@@ -115,40 +101,19 @@ class BlockHead(FeatureHead):
         causal = _causal(batch) if self._sliding_is_causal else batch
         if self.fused is not None:
             decoded = self.fused(batch, embedded.to(torch.float32, copy=True), windowed=causal)
-            return norm(decoded, self._last_norm, float(self._config.rms_norm_eps)).to(kind)
+            return norm(decoded, self.norm_weights["norm"], self.eps).to(kind)
         if self.on_device is not None:
             hidden = embedded.to(kind)
             added = self.on_device(batch, hidden, windowed=causal)
-            return add_norm(hidden, added, self.norm.weight, float(self._config.rms_norm_eps))
-        hidden = embedded.to(kind).unsqueeze(0)
-        rotation = self.rotary(hidden, batch.positions.unsqueeze(0))
-        for layer in self.layers:
-            is_sliding = getattr(layer.self_attn, "sliding_window", None) is not None
-            hidden = layer(
-                hidden,
-                attention_mask=None,
-                position_embeddings=rotation,
-                forward_batch=causal if is_sliding else batch,
-            )
-        last: Tensor = self.norm(hidden)[0]
+            return add_norm(hidden, added, self.norm.weight, self.eps)
+        last: Tensor = self.norm(self.definition(batch, embedded.to(kind), causal))
         return last
 
     def _read(self, batch: ForwardBatch, features: Tensor) -> Tensor:
         if self.fused is not None:
             self.fused.read(batch, features.float().contiguous())
-            return features.new_empty(0, 0)
-        if self.on_device is not None:
-            self.on_device.read(batch, features)
-            return features.new_empty(0, 0)
-        rotation = self.rotary(features.unsqueeze(0), batch.positions.unsqueeze(0))
-        for i, layer in enumerate(self.layers):
-            attention, shape = layer.self_attn, self.layer_shapes[i]
-            key = attention.k_proj(features).view(-1, shape.num_kv_heads, shape.key_dim)
-            if (key_norm := getattr(attention, "k_norm", None)) is not None:
-                key = key_norm(key)
-            key = rotate(key.transpose(0, 1).unsqueeze(0), *rotation)[0].transpose(0, 1)
-            value = attention.v_proj(features).view(-1, shape.num_kv_heads, shape.value_dim)
-            store_new(batch, i, key, value)
+        else:
+            (self.on_device or self.definition).read(batch, features)
         return features.new_empty(0, 0)
 
     def conditional(self, logits: Tensor, rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -21,10 +21,10 @@ from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape, shapes_of
+from specinfer.model.heads.head import MAX_BLOCK, Block, FeatureHead, TargetEnds, TargetShape
 from specinfer.model.kv_tensors import KVTensors
-from specinfer.model.layers.device import DeviceLayers, device_layers
-from specinfer.model.layers.native import NativeLayers, native_layers
+from specinfer.model.layers.device import DeviceLayers
+from specinfer.model.layers.native import NativeLayers
 from specinfer.ops import norm
 from specinfer.ops.cpu.draft import FeatureParts
 from specinfer.ops.layer_ops import add_norm
@@ -60,16 +60,14 @@ class Eagle3Head(FeatureHead):
         self.dialects = _dialects(checkpoint, target.num_layers, is_speculators=is_speculators)
         self.speak(self.dialects[0])
         trunk = make_trunk(checkpoint.layer_fields())
-        self.width = width = int(trunk.config.hidden_size)
-        num_taps = len(self.reads)
+        self.take_layers(trunk)
+        width, num_taps = self.width, len(self.reads)
         self.fc = nn.Linear(num_taps * target.width, width, bias="fc.bias" in checkpoint, device="meta")
         checkpoint.fill(self.fc, "fc.")
-        self.eps = float(trunk.config.rms_norm_eps)
         self.input_norm = checkpoint.get("input_norm.weight", num_taps * target.width)
         has_norms = "fc_norm.0.weight" in checkpoint
         self.fc_norms = [checkpoint.take(f"fc_norm.{i}.weight", target.width) for i in range(num_taps) if has_norms]
-        self.layers, self.rotary, self.norm = trunk.layers, trunk.rotary_emb, trunk.norm
-        self._config = trunk.config
+        self.norm = trunk.norm
         self.hidden_norm = type(trunk.norm)(width, eps=self.eps)
         self._widen(self.layers[0].self_attn, 2 * width)
         first = "midlayer." if "midlayer.hidden_norm.weight" in checkpoint else "layers.0."
@@ -77,7 +75,6 @@ class Eagle3Head(FeatureHead):
         for i, layer in enumerate(self.layers):
             checkpoint.fill(layer, f"layers.{i}." if i else first)
         checkpoint.fill(self.norm, "norm.")
-        self.layer_shapes = shapes_of(trunk)
         self.take_ends(checkpoint, target, ends)
         self.mask_hidden = checkpoint.get("mask_hidden", 1, 1, num_taps * target.width)
         if self.mask_hidden is not None:  # P-EAGLE
@@ -94,15 +91,6 @@ class Eagle3Head(FeatureHead):
     def speak(self, dialect: Dialect) -> None:
         """Compute as this dialect means."""
         self.dialect, self.reads = dialect, dialect.reads
-
-    def fuse(self, quantization: str | None) -> bool:
-        self.fused = native_layers(self.layers, self.rotary, self._config, quantization)
-        self._norms = [one.weight.float() for one in (self.hidden_norm, self.norm)]
-        return self.fused is not None
-
-    def fuse_on_device(self, max_position: int) -> bool:
-        self.on_device = device_layers(self.layers, self.rotary, self._config, max_position)
-        return self.on_device is not None
 
     @property
     def may_read(self) -> frozenset[int]:
@@ -145,7 +133,7 @@ class Eagle3Head(FeatureHead):
 
     def _forward_fused(self, fused: NativeLayers, batch: ForwardBatch, features: Tensor) -> Tensor:
         """Return what `forward` does; all numbers between products are float32."""
-        hidden_norm, last_norm = self._norms
+        hidden_norm, last_norm = self.norm_weights["hidden_norm"], self.norm_weights["norm"]
         hidden = features.to(torch.float32, copy=True)  # becomes the output
         normed = norm(hidden, hidden_norm, self.eps)
         embedded = self.embedded(batch.token_ids).float()
@@ -159,11 +147,11 @@ class Eagle3Head(FeatureHead):
         embedding_norm = None if self.fused is None else self.fused.layers[0].call.parts[0].norm
         if embedding_norm is None or self.block is not None:
             return None
-        (hidden_norm, last_norm), dialect = self._norms, self.dialect
+        hidden_norm, dialect = self.norm_weights["hidden_norm"], self.dialect
         features = FeatureParts(
             store.taps[0], embedding_norm, hidden_norm, dialect.norm_output, adds_to_normed=dialect.norm_before_residual
         )
-        return features, last_norm
+        return features, self.norm_weights["norm"]
 
     def _forward_on_device(self, layers: DeviceLayers, batch: ForwardBatch, features: Tensor) -> Tensor:
         """Return what `forward` does; `features` may be overwritten."""

@@ -9,10 +9,12 @@ from torch.nn import functional
 from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.heads.checkpoint import HeadCheckpoint
+from specinfer.model.heads.definition_layers import DefinitionLayers
 from specinfer.model.kv_tensors import KVTensors, LayerShape, put_rows
-from specinfer.model.layers.device import DeviceDecoder, DeviceLayers
+from specinfer.model.layers.device import DeviceDecoder, DeviceLayers, DeviceNorm, device_layers
+from specinfer.model.layers.families import layer_kind
 from specinfer.model.layers.fused import FusedDecoder
-from specinfer.model.layers.native import NativeLayers
+from specinfer.model.layers.native import NativeLayers, native_layers
 from specinfer.model.linears import output_head
 from specinfer.ops import LinearCall, PackedLinear, QuantizedEmbedding, QuantizedLinear, norm
 from specinfer.ops.cpu.draft import DecoderParts, FeatureParts
@@ -140,29 +142,49 @@ class FeatureHead(nn.Module):
         super().__init__()
         self.fused: NativeLayers | None = None  # its decoder layers, if they are computed natively
         self.on_device: DeviceLayers | None = None  # the same, if they are computed with few launches on a GPU
+        self.norm_weights: dict[str, Tensor] = {}  # [width] float32 of norms outside of layers, for native code
 
     @property
     def may_read(self) -> frozenset[int]:
         """Numbers of layers that are read in any dialect."""
         return frozenset(self.reads)
 
-    def fuse(self, quantization: str | None) -> bool:
-        """Compute the decoder layers natively from now on, on a CPU; return False where that is not possible.
+    def take_layers(self, trunk: Any) -> None:
+        """Take the decoder layers of a trunk."""
+        self.layers, self.rotary, self._config, self.norm_class = (
+            trunk.layers, trunk.rotary_emb, trunk.config, type(trunk.norm)
+        )  # fmt: skip
+        self.width, self.eps = int(trunk.config.hidden_size), float(trunk.config.rms_norm_eps)
+        self.layer_shapes = shapes_of(trunk)
+        self.definition = DefinitionLayers(self.layers, self.rotary, self.layer_shapes)
+
+    def fuse(self, quantization: str | None) -> None:
+        """Compute the decoder layers natively from now on, on a CPU, if that is possible.
 
         Args:
             quantization: What the linear layers of the decoder layers are rounded to, or None.
         """
-        return False
+        self.fused = native_layers(self.layers, self.rotary, self._config, quantization)
+        if self.fused is not None:
+            kind = layer_kind(self._config)
+            assert kind is not None
+            self.norm_weights = {name: kind.norm_weight(child) for name, child in self._norms()}
 
-    def fuse_on_device(self, max_position: int) -> bool:
-        """Compute the decoder layers with few launches from now on, on a GPU; return False where that is not possible.
+    def fuse_on_device(self, max_position: int) -> None:
+        """Compute the decoder layers with few launches from now on, on a GPU, if that is possible.
 
         Linear layers may be quantized afterwards.
 
         Args:
             max_position: Length of the longest text.
         """
-        return False
+        self.on_device = device_layers(self.layers, self.rotary, self._config, max_position)
+        for name, child in self._norms() if self.on_device is not None else ():
+            setattr(self, name, DeviceNorm(child))
+
+    def _norms(self) -> list[tuple[str, nn.Module]]:
+        """Return the norms outside of layers, by name."""
+        return [(name, child) for name, child in self.named_children() if type(child) is self.norm_class]
 
     def speak(self, dialect: Any) -> None:
         """Compute in one of `dialects` from now on."""

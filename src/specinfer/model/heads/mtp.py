@@ -85,7 +85,7 @@ class MtpHead(PairHead):
         super().__init__(checkpoint, target, ends, checkpoint.layer_fields())
         self.feature_is_first, self.blanks_first = layout.feature_is_first, layout.blanks_first
         if "full_attention" in (getattr(self.rotary.config, "rope_parameters", None) or {}):
-            self.layer_type = layout.layer_type
+            self.definition.layer_type = layout.layer_type
         self.embedding_norm = self._take_norm(checkpoint, f"{at}{layout.embedding_norm}.")
         self.feature_norm = self._take_norm(checkpoint, f"{at}{layout.feature_norm}.")
         self.join = self.take_join(checkpoint, f"{at}{layout.join}")

@@ -18,11 +18,8 @@ from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.definition import make_trunk, precise_names
 from specinfer.model.heads.checkpoint import HeadCheckpoint
-from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape, shapes_of
+from specinfer.model.heads.head import FeatureHead, TargetEnds, TargetShape
 from specinfer.model.kv_tensors import KVTensors
-from specinfer.model.layers.device import DeviceNorm, device_layers
-from specinfer.model.layers.families import layer_kind
-from specinfer.model.layers.native import native_layers
 from specinfer.ops.cpu.draft import FeatureParts
 from specinfer.ops.layer_ops import sum_parts
 
@@ -48,7 +45,6 @@ class PairHead(FeatureHead):
     blanks_first = False  # the embedding at position 0, of the second token, is zero
     norms_input = True  # before the first attention
     precise: re.Pattern[str]  # names in the layers that are float32, whatever the type of others
-    layer_type: str | None = None  # which rotation the layers have, in families with several
 
     def __init__(
         self, checkpoint: HeadCheckpoint, target: TargetShape, ends: TargetEnds, fields: dict[str, Any]
@@ -63,45 +59,24 @@ class PairHead(FeatureHead):
         self.speak(self.dialects[0])
         trunk = make_trunk(fields)
         self.precise = precise_names(trunk, self.dtype)
-        self.width, self.eps = int(trunk.config.hidden_size), float(trunk.config.rms_norm_eps)
+        self.take_layers(trunk)
         if self.width != target.width:  # a feature is a hidden state of either
             raise ModelError(
                 f"drafters: hidden size {self.width} of {checkpoint.folder} is not its target's {target.width}; take a "
                 "drafter that was trained for this target"
             )
-        self.layers, self.rotary, self.norm_class = trunk.layers, trunk.rotary_emb, type(trunk.norm)
-        self.layer_shapes = shapes_of(trunk)
-        self._config = trunk.config
-        self._norms: list[Tensor | None] | None = None  # of embedding, feature and output, for native code
-
-    def fuse(self, quantization: str | None) -> bool:
-        self.fused = native_layers(self.layers, self.rotary, self._config, quantization)
-        norms = (self.embedding_norm, self.feature_norm, self.output_norm)
-        if self.fused is not None and all(type(norm) in (self.norm_class, nn.Identity) for norm in norms):
-            kind = layer_kind(self._config)
-            assert kind is not None
-            self._norms = [None if isinstance(norm, nn.Identity) else kind.norm_weight(norm) for norm in norms]
-        return self.fused is not None
 
     def native_inputs(self, store: KVTensors) -> tuple[FeatureParts, Tensor | None] | None:
-        join = getattr(self.join, "call", None)
-        if join is None or self._norms is None:
+        join, norms = getattr(self.join, "call", None), (self.embedding_norm, self.feature_norm, self.output_norm)
+        if join is None or any(type(norm) not in (self.norm_class, nn.Identity) for norm in norms):
             return None
-        embedding_norm, feature_norm, output_norm = self._norms
+        names = ("embedding_norm", "feature_norm", "output_norm")
+        embedding_norm, feature_norm, output_norm = map(self.norm_weights.get, names)
         features = FeatureParts(
             store.taps[0], embedding_norm, feature_norm, self.dialect.is_normed, join,
             feature_is_first=self.feature_is_first, blanks_first=self.blanks_first, norms_joined=self.norms_input,
         )  # fmt: skip
         return features, output_norm
-
-    def fuse_on_device(self, max_position: int) -> bool:
-        self.on_device = device_layers(self.layers, self.rotary, self._config, max_position)
-        if self.on_device is None:
-            return False
-        for name in ("embedding_norm", "feature_norm", "output_norm"):
-            if type(getattr(self, name)) is self.norm_class:
-                setattr(self, name, DeviceNorm(getattr(self, name)))
-        return True
 
     def take_join(self, checkpoint: HeadCheckpoint, name: str) -> nn.Linear:
         """Take the linear layer that joins embedding and feature."""
@@ -138,14 +113,7 @@ class PairHead(FeatureHead):
         if self.on_device is not None:
             added = self.on_device(batch, joined, None if self.norms_input else joined)
             return joined.add_(sum_parts(added, joined.dtype))
-        hidden, positions = joined.unsqueeze(0), batch.positions.unsqueeze(0)
-        rotation = self.rotary(hidden, positions, *([] if self.layer_type is None else [self.layer_type]))
-        for layer in self.layers:
-            hidden = layer(
-                hidden, attention_mask=None, position_ids=positions, position_embeddings=rotation, forward_batch=batch
-            )
-            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-        return hidden[0]
+        return self.definition(batch, joined)
 
 
 class EagleHead(PairHead):
