@@ -1,7 +1,7 @@
 """Ranks as threads of one process: a `Group` without sockets, and models split over such ranks."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from specinfer.core.tree import Draw, TokenTree
+from specinfer.model.adapters.peft_folder import Pair, Shape
+from specinfer.model.adapters.sites import AdapterSites
 from specinfer.model.batch import Piece, pack
 from specinfer.model.forward import forward
 from specinfer.model.kv_tensors import KVTensors
@@ -203,3 +205,47 @@ def passes() -> list[list[Piece]]:
             Piece.of_span([3], TokenTree.chain(3, []), slots[1][:5], slots[1][5:6]),
         ],
     ]
+
+
+def assert_close_each(
+    found: Iterable[Tensor], wanted: Iterable[Tensor], rtol: float = 1e-5, atol: float = 1e-5
+) -> None:
+    """Check the logits of each pass; by default they may differ in the order of sums alone."""
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
+def check_shards(folder: Path, splits: Iterable[tuple[int, int]], **options: Any) -> None:
+    """Check that ranks compute what transformers does with the whole model; see `Ranks`."""
+    wanted = Ranks(folder, WHOLE, native=False).logits()
+    for split in splits:
+        assert_close_each(Ranks(folder, split, **options).logits(), wanted)
+
+
+def check_adapted_shards(folder: Path, splits: Iterable[tuple[int, int]]) -> None:
+    """Check that the slices of an adapter that ranks add sum up to what the whole model adds."""
+    whole = Ranks(folder, WHOLE)
+    plain, sites = whole.logits(), AdapterSites(whole.all[0])
+    pairs = random_pairs(sites.linears)
+    whole.adapters[id(whole.all[0])] = sites.table(pairs)
+    wanted = whole.logits()
+    assert not torch.allclose(plain[1], wanted[1], atol=1e-2)
+    for split in splits:
+        ranks, linears = Ranks(folder, split), {}
+        for loaded in ranks.all:
+            own = AdapterSites(loaded)
+            linears |= own.linears
+            ranks.adapters[id(loaded)] = own.table(pairs)
+        assert linears == sites.linears
+        assert_close_each(ranks.logits(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def random_pairs(linears: Mapping[str, Shape]) -> dict[str, Pair]:
+    """Matrices of several ranks for linear layers."""
+    torch.manual_seed(1)
+    found = {}
+    for i, (name, shape) in enumerate(linears.items()):
+        rank = 1 + i % 5
+        down, up = torch.randn(rank, shape.inputs), torch.randn(shape.outputs, rank)
+        found[name] = Pair(down / shape.inputs**0.5, up * 0.3)
+    return found

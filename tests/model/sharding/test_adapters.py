@@ -10,24 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.model.adapters.peft_folder import Pair
 from specinfer.model.adapters.sites import AdapterSites
 from specinfer.model.load import load_model
 from specinfer.model.sharding.adapter_messages import ReceivedAdapters, SharedAdapters
-from thread_group import WHOLE, Ranks, make_shards
+from thread_group import check_adapted_shards, make_shards, random_pairs
 from tiny import save_model
 
 CPU = torch.device("cpu")
-
-
-def _pairs(sites: AdapterSites) -> dict[str, Pair]:
-    torch.manual_seed(1)
-    found = {}
-    for i, (name, shape) in enumerate(sites.linears.items()):
-        rank = 1 + i % 5
-        down, up = torch.randn(rank, shape.inputs), torch.randn(shape.outputs, rank)
-        found[name] = Pair(down / shape.inputs**0.5, up * 0.3)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -45,22 +34,7 @@ def _pairs(sites: AdapterSites) -> dict[str, Pair]:
 def test_ranks_add_slices_whose_sum_is_what_the_whole_model_adds(
     family: str, splits: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    folder = save_model(tmp_path, family)
-    whole = Ranks(folder, WHOLE)
-    plain, sites = whole.logits(), AdapterSites(whole.all[0])
-    pairs = _pairs(sites)
-    whole.adapters[id(whole.all[0])] = sites.table(pairs)
-    wanted = whole.logits()
-    assert not torch.allclose(plain[1], wanted[1], atol=1e-2)
-    for split in splits:
-        ranks, linears = Ranks(folder, split), {}
-        for loaded in ranks.all:
-            own = AdapterSites(loaded)
-            linears |= own.linears
-            ranks.adapters[id(loaded)] = own.table(pairs)
-        assert linears == sites.linears
-        for found, one in zip(ranks.logits(), wanted, strict=True):
-            torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-4)
+    check_adapted_shards(save_model(tmp_path, family), splits)
 
 
 class _Channel:
@@ -92,7 +66,7 @@ def test_other_ranks_have_an_adapter_until_its_table_is_freed(tmp_path: Path) ->
     assert "model.layers.0.mlp.up_proj" in linears.keys() - sites.linears.keys()
     sites_of_all = AdapterSites(load_model(folder, torch.float32, CPU))
     assert sites.linears | linears == sites_of_all.linears
-    pairs = _pairs(sites_of_all)
+    pairs = random_pairs(sites_of_all.linears)
     tables = [sites.table(pairs) for _ in range(2)]
     for table in tables:
         shared.share(table, pairs)

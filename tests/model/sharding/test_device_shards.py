@@ -12,8 +12,6 @@ from torch import Tensor
 from on_device import as_on_a_gpu
 from recorded_graphs import Recorder, num_replays, record_graphs
 from specinfer.core.tree import TokenTree
-from specinfer.model.adapters.peft_folder import Pair
-from specinfer.model.adapters.sites import AdapterSites
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_tensors import TapShape
@@ -22,7 +20,16 @@ from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.sharding import shard_runner
 from specinfer.model.sharding.shard_runner import ShardRunner
 from specinfer.model.sharding.stage import received
-from thread_group import WHOLE, Ranks, ThreadGroup, at_once, make_shards, passes
+from thread_group import (
+    WHOLE,
+    Ranks,
+    ThreadGroup,
+    assert_close_each,
+    at_once,
+    check_adapted_shards,
+    make_shards,
+    passes,
+)
 from tiny import random_prompts, save_model
 
 CPU = torch.device("cpu")
@@ -52,8 +59,7 @@ def test_shards_compute_what_transformers_does_with_the_whole_model(family: str,
     for split in SPLITS:
         ranks = Ranks(folder, split)
         assert all(isinstance(loaded.model, DeviceDecoder) for loaded in ranks.all)
-        for found, whole in zip(ranks.logits(), wanted, strict=True):
-            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+        assert_close_each(ranks.logits(), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -84,23 +90,7 @@ def test_each_layer_is_added_up_twice(tmp_path: Path) -> None:
 
 
 def test_ranks_add_their_slices_of_adapters(tmp_path: Path) -> None:
-    folder = _folder(tmp_path)
-    whole = Ranks(folder, WHOLE)
-    plain, sites = whole.logits(), AdapterSites(whole.all[0])
-    torch.manual_seed(1)
-    pairs = {
-        name: Pair(torch.randn(3, shape.inputs) / shape.inputs**0.5, torch.randn(shape.outputs, 3) * 0.3)
-        for name, shape in sites.linears.items()
-    }
-    whole.adapters[id(whole.all[0])] = sites.table(pairs)
-    wanted = whole.logits()
-    assert not torch.allclose(plain[1], wanted[1], atol=1e-2)
-    for split in SPLITS:
-        ranks = Ranks(folder, split)
-        for loaded in ranks.all:
-            ranks.adapters[id(loaded)] = AdapterSites(loaded).table(pairs)
-        for found, one in zip(ranks.logits(), wanted, strict=True):
-            torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-4)
+    check_adapted_shards(_folder(tmp_path), SPLITS)
 
 
 class _Hands:
@@ -216,8 +206,7 @@ def test_ranks_that_add_up_results_pad_their_passes_together_or_not(
 
     (why, found), (other_why, _) = at_once(work, ranks)
     assert (why, other_why) == ("another rank cannot pad its passes", "it does not agree")
-    for one, whole in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, whole, rtol=1e-5, atol=1e-5)
+    assert_close_each(found, wanted)
 
 
 def test_a_rank_whose_fused_layers_were_refused_pads_with_the_others(tmp_path: Path) -> None:
@@ -235,5 +224,4 @@ def test_a_rank_whose_fused_layers_were_refused_pads_with_the_others(tmp_path: P
 
     (why, found), (other_why, _) = at_once(work, ranks)
     assert why is other_why is None
-    for logits, whole in zip(found, Ranks(folder, WHOLE, native=False).logits(), strict=True):
-        torch.testing.assert_close(logits, whole, rtol=1e-5, atol=1e-5)
+    assert_close_each(found, Ranks(folder, WHOLE, native=False).logits())

@@ -11,7 +11,7 @@ from specinfer.core.errors import ModelError
 from specinfer.model.layers.families import FAMILIES as FUSED
 from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
-from thread_group import WHOLE, Ranks, ThreadGroup, make_shards, passes
+from thread_group import WHOLE, Ranks, ThreadGroup, assert_close_each, check_shards, make_shards, passes
 from tiny import FAMILIES, HYBRIDS, make_model, quick, save_model
 
 CPU = torch.device("cpu")
@@ -46,19 +46,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 # Of those that have native layers the other test compares the same shards.
 @pytest.mark.parametrize("family", quick(FAMILIES, "llama", *(FAMILIES.keys() - FUSED)))
 def test_shards_compute_what_the_whole_does(folders: dict[str, Path], family: str) -> None:
-    wanted = Ranks(folders[family], WHOLE, native=False).logits()
-    for split in _SPLITS[family]:
-        for found, whole in zip(Ranks(folders[family], split, native=False).logits(), wanted, strict=True):
-            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    check_shards(folders[family], _SPLITS[family], native=False)
 
 
 @pytest.mark.parametrize("name", ["gpt_bigcode-heads", "falcon-bias"])
 def test_other_layouts_of_fused_projections(tmp_path: Path, name: str) -> None:
-    folder = save(tmp_path, name.split("-")[0], **_CHANGES[name])
-    wanted = Ranks(folder, WHOLE, native=False).logits()
-    for size in (2, 4):
-        for found, whole in zip(Ranks(folder, (size, 1), native=False).logits(), wanted, strict=True):
-            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    check_shards(save(tmp_path, name.split("-")[0], **_CHANGES[name]), [(2, 1), (4, 1)], native=False)
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "granitemoeshared", "phimoe"])
@@ -68,8 +61,7 @@ def test_experts_are_split_where_transformers_has_no_plan_for_them_yet(
     monkeypatch.setattr(CONFIG_MAPPING[family], "base_model_tp_plan", None)
     folder = save(tmp_path, family)
     wanted, ranks = Ranks(folder, WHOLE, native=False), Ranks(folder, (2, 1), native=False)
-    for found, whole in zip(ranks.logits(), wanted.logits(), strict=True):
-        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    assert_close_each(ranks.logits(), wanted.logits())
     assert ranks.all[0].num_bytes < wanted.all[0].num_bytes
 
 
@@ -86,8 +78,7 @@ def test_shards_of_layers_without_attention(tmp_path: Path, family: str, changes
     """Also with one group of keys for all heads, which are then normalized together."""
     folder = save_model(tmp_path, family, **changes)
     wanted, ranks = Ranks(folder, WHOLE, native=False), Ranks(folder, (2, 1))
-    for found, whole in zip(ranks.logits(), wanted.logits(), strict=True):
-        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    assert_close_each(ranks.logits(), wanted.logits())
     shapes = [one.layer_shapes for one in (*wanted.all, *ranks.all)]
     whole_width, *widths = [sum(shape.num_kv_heads * shape.key_dim for shape in one) for one in shapes]
     assert whole_width > widths[0] == widths[1]
@@ -107,8 +98,7 @@ def test_native_shards_compute_what_the_whole_does(folders: dict[str, Path], tmp
         ranks = Ranks(folder, split)
         fits = 64 // split[0] % 16 == 0  # panels of the gated MLP are halves of 16
         assert isinstance(ranks.stages[0][0].model, FusedDecoder) == (family in FUSED and fits)
-        for found, whole in zip(ranks.logits(), wanted, strict=True):
-            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+        assert_close_each(ranks.logits(), wanted)
 
 
 @pytest.mark.parametrize(
@@ -128,16 +118,11 @@ def test_native_shards_add_up_what_each_computes_a_part_of(tmp_path: Path, famil
         ranks = Ranks(folder, split)
         assert isinstance(ranks.stages[0][0].model, FusedDecoder)
         assert max(shape.num_kv_heads for loaded in ranks.all for shape in loaded.layer_shapes) == 1
-        for found, whole in zip(ranks.logits(), wanted, strict=True):
-            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+        assert_close_each(ranks.logits(), wanted)
 
 
 def test_norms_over_all_heads_are_computed_together_without_native_code(tmp_path: Path) -> None:
-    folder = save(tmp_path, "olmo2")
-    wanted = Ranks(folder, WHOLE, native=False).logits()
-    for split in ((2, 1), (4, 1)):
-        for found, whole in zip(Ranks(folder, split, native=False).logits(), wanted, strict=True):
-            torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    check_shards(save(tmp_path, "olmo2"), [(2, 1), (4, 1)], native=False)
 
 
 @pytest.mark.covering(1)
@@ -165,8 +150,7 @@ def test_each_layer_is_added_up_twice(folders: dict[str, Path]) -> None:
 def test_a_tied_head_is_on_the_rank_that_uses_it(tmp_path: Path, split: tuple[int, int]) -> None:
     folder = save(tmp_path, "llama", tie_word_embeddings=True, vocab_size=480, intermediate_size=64)
     whole, ranks = Ranks(folder, WHOLE), Ranks(folder, split)
-    for found, wanted in zip(ranks.logits(), whole.logits(), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert_close_each(ranks.logits(), whole.logits())
     embedding = 480 * 32 * 4
     for stage in ranks.stages:
         for loaded in stage:
@@ -219,9 +203,7 @@ def test_families_without_a_plan_are_refused_by_name(tmp_path: Path, family: str
 def test_families_without_a_plan_may_be_split_into_stages(tmp_path: Path) -> None:
     config = AutoConfig.for_model("olmo2", **FAMILIES["llama"])
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    wanted = Ranks(tmp_path, WHOLE, native=False).logits()
-    for found, whole in zip(Ranks(tmp_path, (1, 2), native=False).logits(), wanted, strict=True):
-        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    check_shards(tmp_path, [(1, 2)], native=False)
 
 
 @pytest.mark.parametrize("split", [(2, 1), (1, 2)])
@@ -245,5 +227,4 @@ def test_shards_of_gemma_4(family: str, width: int, split: tuple[int, int], tmp_
     folder = save_model(tmp_path, family, intermediate_size=width)
     wanted, ranks = Ranks(folder, WHOLE, native=False).logits(), Ranks(folder, split)
     assert isinstance(ranks.stages[0][0].model, FusedDecoder) == (width == 64)
-    for found, whole in zip(ranks.logits(), wanted, strict=True):
-        torch.testing.assert_close(found, whole, rtol=1e-4, atol=3e-5)
+    assert_close_each(ranks.logits(), wanted, rtol=1e-4, atol=3e-5)
