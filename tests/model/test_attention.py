@@ -1,7 +1,6 @@
 """Tree attention against attention over each token's explicit path, one head and one key at a time."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference
-from native import ISAS, each_isa
 from specinfer.core.tree import TokenTree
 from specinfer.model.attention import UnsupportedAttentionError, tree_attention
 from specinfer.model.batch import Piece, pack
@@ -124,11 +122,6 @@ def test_what_others_cannot_see_cannot_hurt_them(name: str) -> None:
     out = rig.run(**CASES[name])
     assert bool(out[0].isnan().all())
     torch.testing.assert_close(out[1:], clean[1:])
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from each_isa(request)
 
 
 PARTS = [

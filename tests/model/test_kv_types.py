@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from interpreter import interpreted
-from native import ISAS, each_isa
 from reference import layers
 from reference import trees as reference_trees
 from specinfer.core.tree import TokenTree
@@ -34,7 +33,6 @@ CPU = torch.device("cpu")
 SCALES = KVScales(0.37, 2.5)
 BYTES = torch.arange(256, dtype=torch.uint8)
 ROOT = TokenTree.root(1)
-isa = pytest.fixture(params=ISAS)(each_isa)
 
 
 def check(out: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:

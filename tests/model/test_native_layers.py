@@ -1,6 +1,6 @@
 """Native layers: transformers' results, hardly more rounding than there, and the same bits in any pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import reference
-from native import ISAS, each_isa
 from native_layers import CPU, PROMPT, TREE, Reader, check_rounding, error, last_logits, load, make, saved
 from specinfer.core.tree import TokenTree
 from specinfer.model.layers.fused import FusedDecoder
@@ -97,11 +96,6 @@ FORMATS = [
     (torch.float32, "int4"),
 ]  # fmt: skip
 WIDE = TokenTree((8, *range(20, 70)), (-1, *[0] * 50))
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from each_isa(request)
 
 
 @pytest.mark.parametrize("name", [*CASES, *NOT_FUSED])

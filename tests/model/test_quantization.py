@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from benchmarks import perplexity
 from benchmarks.perplexity import PerplexityConfig, run_perplexity
 from benchmarks.program import app as benchmarks
-from native import ISAS, each_isa
 from reference import layers
 from specinfer.bench.latency import run_latency
 from specinfer.bench.options import LatencyConfig
@@ -127,11 +126,6 @@ def test_the_size_of_the_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 # ------------------------------------------------------------------------------------------ the product
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from each_isa(request)
 
 
 @pytest.mark.parametrize("bits", BITS)

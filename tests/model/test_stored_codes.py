@@ -1,7 +1,6 @@
 """Weights that are computed with as files store them: codes, products, models."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from gguf_files import random_blocks, scaled, write_model
-from native import ISAS, each_isa
 from reference import layers
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.model.definition import load_plain
@@ -91,11 +89,6 @@ def test_whole_groups_of_inputs_are_weights_of_their_own(name: str) -> None:
     assert torch.equal(dequantize(weight.of_inputs(part)), numbers[:, size:])
     assert not weight.can_split(range(size // 2, numbers.shape[1]))
     assert not weight.can_split(range(size + size // 2))
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from each_isa(request)
 
 
 def with_zeros(bits: int) -> tuple[QuantizedWeight, torch.Tensor]:

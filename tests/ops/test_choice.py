@@ -1,14 +1,11 @@
 """The native choice of a token is plain decoding's, to the last bit, whatever the scores and the noise are."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from native import ISAS, each_isa
 from reference.trees import choose
 from specinfer.core.noise import _keys, gumbel, noise_key
 from specinfer.ops.cpu.choice import by_keys, choose_token, most_probable, most_probable_in_order, noise_for
@@ -24,11 +21,6 @@ def _plain(scores: Tensor, noise: tuple[int, int] | None, least: float = -torch.
 
 def _scores(size: int, seed: int, spread: float) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from each_isa(request)
 
 
 @given(

@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from native import ISAS, each_isa
 from native_layers import paired_call
 from specinfer.core.errors import NativeCodeError
 from specinfer.core.tree import TokenTree
@@ -38,11 +36,6 @@ from specinfer.ops.quantization import quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 several_isas = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from each_isa(request)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -1,14 +1,11 @@
 """Additions of adapters to linear layers: equal to their products, row by row, and nothing to rows without one."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from native import ISAS, each_isa
 from specinfer.ops import (
     GATES,
     AdapterRuns,
@@ -22,11 +19,6 @@ from specinfer.ops import (
 )
 
 several_isas = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from each_isa(request)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:

@@ -1,6 +1,6 @@
 """Native convolutions and recurrences equal plain loops, and a token does not depend on the rest of the pass."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -9,18 +9,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from native import ISAS, each_isa
 from reference.layers import convolve
 from reference.recurrences import KINDS, LAYERS, Kind, layer_of, numbers, on_paths, pool_shape, stored_of
 from specinfer.ops.cpu.recurrence import ConvolutionCall, NativeScan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 several_isas = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from each_isa(request)
 
 
 @several_isas

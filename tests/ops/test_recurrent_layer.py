@@ -1,6 +1,5 @@
 """Layers without attention, and gated attention, in one native call are what their parts compute one by one."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from native import ISAS, each_isa
 from native_layers import paired_call
 from reference.recurrences import KINDS, Kind, layer_of, numbers
 from specinfer.core.tree import TokenTree
@@ -22,11 +20,6 @@ from specinfer.ops.cpu.recurrent_layer import RecurrentCall, RecurrentParts
 CPU, WIDTH, OPENED, TAPS = torch.device("cpu"), 40, 48, 3
 TREE = TokenTree((8, 9, 10, 11, 9, 13), (-1, 0, 0, 1, 2, 1))
 ANGLES = numbers((2, 20, 6), 8)  # more positions than tokens, and fewer numbers than a head has
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from each_isa(request)
 
 
 def _linear(outputs: int, inputs: int, seed: int) -> LinearCall:

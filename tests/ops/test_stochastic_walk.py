@@ -1,14 +1,11 @@
 """The native walks by random numbers decide what the plain rules decide, with the same random numbers."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from native import ISAS, each_isa
 from specinfer.core import rules as core_rules
 from specinfer.core.draws import DrawnFrom
 from specinfer.core.request import Request
@@ -21,11 +18,6 @@ from specinfer.verify.algorithms import verify_seeded
 from tiny import make_request
 
 RULES = [rule for rule in random_rules() if core_rules.RULES[rule].cpu_walk is not None]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from each_isa(request)
 
 
 def _law(rng: np.random.Generator, logits: np.ndarray, size: int, sharpness: float) -> tuple[np.ndarray, np.ndarray]:

@@ -1,24 +1,15 @@
 """The native walk down several trees accepts what plain decoding's tokens accept, to the last bit."""
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from native import ISAS, each_isa
 from reference.trees import choose
 from specinfer.core.tree import TokenTree
 from specinfer.ops.cpu.walk import walk_trees
 from specinfer.ops.trees import NAN, NO_VALID_TOKEN
 from specinfer.verify import verify_coupled
 from tiny import trees
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield from each_isa(request)
 
 
 def _walked(

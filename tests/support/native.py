@@ -1,4 +1,4 @@
-"""Which instruction sets the native kernels can be tried with here."""
+"""A fixture of the instruction sets that native kernels can be tried with here."""
 
 from collections.abc import Iterator
 
@@ -18,8 +18,9 @@ ISAS = (
 )
 
 
-def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Body of a fixture with ISAS as parameters."""
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Let native kernels use this instruction set; the test is skipped where this machine lacks it."""
     loaded = library()
     best = loaded.specinfer_name()
     if not loaded.specinfer_use(request.param.encode()):

@@ -41,7 +41,7 @@ from tiny import load_runner, save_model, save_tokenizer
 
 device.install()
 
-pytest_plugins = ["covering", "real_models", "small_demo"]
+pytest_plugins = ["covering", "native", "real_models", "small_demo"]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
 gc.disable()  # while modules are imported and tests are collected, which all stay
@@ -68,7 +68,7 @@ _LONG = (
     "engine/device/test_heads.py", "parallel/test_ranks_health.py", "parallel/test_ranks.py",
     "parallel/test_ranks_adapters.py", "test_other_systems.py", "server/test_supervisor.py", "server/test_serve.py",
     "server/test_openapi.py", "inputs/test_text_reader.py", "learning/test_tune.py", "learning/test_adaptation.py",
-    "model/test_real_smollm2.py", "engine/device/test_executor.py", "verify/test_sampling_distribution.py",
+    "model/test_real_models.py", "engine/device/test_executor.py", "verify/test_sampling_distribution.py",
     "cli/test_cli.py", "core/test_grammar.py", "verify/test_lossless.py", "test_examples.py",
     "model/offload/test_memory.py", "ops/test_programs.py", "server/test_bad_input_http.py",
     "drafters/test_feature_drafters.py", "ops/test_team.py", "verify/test_exactness.py",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -362,7 +363,7 @@ def logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
     slots = runner.cache.reserve("a", len(tokens))
     try:
         piece = Piece.of_span(tokens, None, runner.cache.slots("a"), slots)
-        return runner.forward([Piece(**{n: getattr(piece, n) for n in piece.__slots__} | {"num_logits": len(tokens)})])
+        return runner.forward([replace(piece, num_logits=len(tokens))])
     finally:
         runner.cache.free("a")
 

@@ -118,9 +118,9 @@ def pass_bytes(loaded: LoadedModel, num_tokens: int) -> int:
         return 0
     config = load_config(loaded.folder).get_text_config()
     sizes: list[int] = [
-        max(one.in_features, one.out_features)
-        for name, one in loaded.model.named_modules()
-        if isinstance(getattr(one, "out_features", None), int) and not name.endswith("head")
+        max(module.in_features, module.out_features)
+        for name, module in loaded.model.named_modules()
+        if isinstance(getattr(module, "out_features", None), int) and not name.endswith("head")
     ]
     num_experts: int = getattr(config, "num_experts_per_tok", None) or 1
     return num_tokens * WIDTHS * num_experts * max(sizes) * loaded.dtype.itemsize

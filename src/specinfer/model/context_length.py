@@ -33,17 +33,17 @@ def fit_to_length(config: Any, max_model_len: int | None) -> None:
         max_model_len: Length of the longest text, or None for the model's own.
     """
     text = config.get_text_config()
-    rope, own = getattr(text, "rope_parameters", None), getattr(text, "max_position_embeddings", None)
+    rope, trained = getattr(text, "rope_parameters", None), getattr(text, "max_position_embeddings", None)
     # Rotations by kind of layer, as Gemma 3 has them, already reach as far as the configuration says.
-    if not isinstance(rope, Mapping) or not isinstance(own, int):
+    if not isinstance(rope, Mapping) or not isinstance(trained, int):
         return
     kind, factor = rope.get("rope_type"), _factor(rope)
     if kind == "linear":
-        text.max_position_embeddings = _scaled(own, own, factor)
+        text.max_position_embeddings = _scaled(trained, trained, factor)
     elif kind == "yarn" and isinstance(original := rope.get("original_max_position_embeddings"), int):
-        text.max_position_embeddings = _scaled(own, original, factor)
-    elif kind == "dynamic" and max_model_len is not None and max_model_len > own:
-        _stretch(text, dict(rope), min(max_model_len, _scaled(own, own, factor)), factor)
+        text.max_position_embeddings = _scaled(trained, original, factor)
+    elif kind == "dynamic" and max_model_len is not None and max_model_len > trained:
+        _stretch(text, dict(rope), min(max_model_len, _scaled(trained, trained, factor)), factor)
     elif kind == "longrope":
         _choose_factors(text, dict(rope), max_model_len)
 
@@ -55,18 +55,18 @@ def _factor(rope: Mapping[str, Any]) -> float:
     return float(value) if math.isfinite(value) and value > 1 else 1.0
 
 
-def _scaled(own: int, original: int, factor: float) -> int:
-    return max(own, int(min(original * factor, _MOST)))
+def _scaled(trained: int, original: int, factor: float) -> int:
+    return max(trained, int(min(original * factor, _MOST)))
 
 
 def _stretch(text: Any, rope: dict[str, Any], length: int, factor: float) -> None:
     """Replace dynamic rotations by those that they have for texts of this length."""
-    own, head_dim = text.max_position_embeddings, getattr(text, "head_dim", None)
+    trained, head_dim = text.max_position_embeddings, getattr(text, "head_dim", None)
     head_dim = head_dim or text.hidden_size // text.num_attention_heads
     rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    if length == own or rotated <= 2:
+    if length == trained or rotated <= 2:
         return
-    stretch = factor * length / own - (factor - 1)
+    stretch = factor * length / trained - (factor - 1)
     theta = rope["rope_theta"] * stretch ** (rotated / (rotated - 2))
     logger.info("positions are stretched for texts of %d tokens, also in shorter ones", length)
     text.rope_parameters = rope | {"rope_type": "default", "rope_theta": theta}
@@ -75,12 +75,12 @@ def _stretch(text: Any, rope: dict[str, Any], length: int, factor: float) -> Non
 
 def _choose_factors(text: Any, rope: dict[str, Any], max_model_len: int | None) -> None:
     """Let longrope have its factors for short texts, or those for long ones, for texts of all lengths."""
-    own, original = text.max_position_embeddings, rope.get("original_max_position_embeddings")
-    if not isinstance(original, int) or original >= own:
+    trained, original = text.max_position_embeddings, rope.get("original_max_position_embeddings")
+    if not isinstance(original, int) or original >= trained:
         return
     if max_model_len is not None and max_model_len <= original:
         # What the attention is scaled by depends on the whole length.
-        rope["factor"] = rope.get("factor") or own / original
+        rope["factor"] = rope.get("factor") or trained / original
         text.max_position_embeddings = original
     else:
         logger.info(

@@ -72,7 +72,7 @@ def _read_config(folder: Path) -> Any:
         fields.pop("auto_map", None)
         config = AutoConfig.for_model(**(fields | {"model_type": family}))
     if config.model_type == "recurrent_gemma" and not hasattr(config, "layer_types"):  # before transformers 5.23
-        config.layer_types = [_BLOCK_TYPES[one] for one in config.layers_block_type]
+        config.layer_types = [_BLOCK_TYPES[kind] for kind in config.layers_block_type]
     for part in (config, config.get_text_config()):  # weights are decoded by `Shards`, not by transformers
         vars(part).pop("quantization_config", None)
     return config
@@ -105,14 +105,14 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _chat_template(folder: Path, found: Any) -> Any:
+def _chat_template(folder: Path, template: Any) -> Any:
     """Return the chat template, or templates by name, with those in files where transformers does not look."""
-    if found is None:  # as processors save it
+    if template is None:  # as processors save it
         return (read_object(folder / "chat_template.json") or {}).get("chat_template")
-    if isinstance(found, Mapping) and "default" not in found:
+    if isinstance(template, Mapping) and "default" not in template:
         named = (read_object(folder / "tokenizer_config.json") or {}).get("chat_template")
-        return {"default": named if isinstance(named, str) else found.get("tool_use")} | dict(found)
-    return found
+        return {"default": named if isinstance(named, str) else template.get("tool_use")} | dict(template)
+    return template
 
 
 def token_ids(folder: Path, *, with_added_tokens: bool) -> dict[str, int] | None:

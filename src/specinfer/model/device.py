@@ -45,7 +45,7 @@ def find_kv_dtype(name: str) -> torch.dtype | None:
     known = KV_CACHE_DTYPES[name]
     dtype = None if known is None else getattr(torch, known)
     if dtype is not None and dtype not in KV_TYPES:
-        names = ", ".join(other for other in KV_CACHE_DTYPES if other != name)
+        names = ", ".join(known for known in KV_CACHE_DTYPES if known != name)
         raise ValueError(f"kv_cache_dtype: {name!r} is not in KV_TYPES (ops/kv_types.py); use {names}")
     return cast(torch.dtype | None, dtype)
 
@@ -105,14 +105,14 @@ def check_gpu(device: torch.device) -> torch.device:
         return device
     gc.collect()  # an engine that nobody uses any more may be part of cycles, and would keep its memory
     try:
-        one = torch.ones(1, device=device)
-        one.add_(1).item()
+        number = torch.ones(1, device=device)
+        number.add_(1).item()
     except Exception as error:  # as above
         raise ValueError(
             f"device: PyTorch {torch.__version__} cannot compute on {device}: {first_line(error)}; choose another "
             "device, free its memory if that is full, or install a build of PyTorch for it"
         ) from error
-    return one.device
+    return number.device
 
 
 @cache
@@ -129,8 +129,8 @@ def warn_of_slow_type(device: torch.device, dtype: torch.dtype) -> None:
 def driver_version() -> str | None:
     """Return the version of NVIDIA's driver, or None if it is not loaded or the system does not report it."""
     with suppress(OSError):  # only on Linux
-        found = re.search(r"\d+(\.\d+)+", _DRIVER.read_text(encoding="utf-8"))
-        return found[0] if found else None
+        version = re.search(r"\d+(\.\d+)+", _DRIVER.read_text(encoding="utf-8"))
+        return version[0] if version else None
     return _wsl_driver_version()
 
 

@@ -95,16 +95,16 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
     """Return the model's recommended sampling settings, by names of `SamplingParams`, without unusable values."""
     file = folder / "generation_config.json"
     written = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    found: dict[str, float] = {}
+    settings: dict[str, float] = {}
     for name in _RECOMMENDED:
         value = written.get(name) if isinstance(written, dict) else None
         try:
             if value is not None:
                 SamplingParams(**{name: value})
-                found[name] = value
+                settings[name] = value
         except ValueError as error:
             logger.warning("%s is not followed: %s", file, error)
-    return found
+    return settings
 
 
 def read_token_map(folder: Path, vocab_size: int) -> Tensor | None:

@@ -148,10 +148,10 @@ class KVCache:
 
     def truncate(self, request_id: str, length: int) -> None:
         """Drop all but the first `length` committed tokens."""
-        own, num_shared = self.slots(request_id), self.num_shared(request_id)
-        if length < len(own):
-            self._committed[request_id] = own[:length]
-            self._free_slots(own[max(length, num_shared) :])
+        slots, num_shared = self.slots(request_id), self.num_shared(request_id)
+        if length < len(slots):
+            self._committed[request_id] = slots[:length]
+            self._free_slots(slots[max(length, num_shared) :])
             if length < num_shared:
                 self._shared[request_id] = replace(self._shared[request_id], num_tokens=length)
 
@@ -169,19 +169,19 @@ class KVCache:
 
     def share(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
         """Add a request's committed tokens to the prefix cache, up to the length of `tokens`, their ids."""
-        own, num_shared = self.slots(request_id), self.num_shared(request_id)
-        length = min(len(own), len(tokens))
+        slots, num_shared = self.slots(request_id), self.num_shared(request_id)
+        length = min(len(slots), len(tokens))
         if not self.keeps_prefixes or salt is None or length <= num_shared:
             return
-        node, known = self._prefixes.insert(salt, tokens[:length], own[:length])
+        node, known = self._prefixes.insert(salt, tokens[:length], slots[:length])
         self._prefixes.lock(node)
         if request_id in self._shared:
             self._prefixes.unlock(self._shared[request_id].node)
         self._shared[request_id] = _Shared(node, length)
         if known > num_shared:  # another request has cached the same tokens in the meantime: use its slots
-            self._free_slots(own[num_shared:known])
+            self._free_slots(slots[num_shared:known])
             cached = [above.slots for above in node.path()]
-            self._committed[request_id] = np.concatenate([*cached[::-1], own[length:]])
+            self._committed[request_id] = np.concatenate([*cached[::-1], slots[length:]])
 
     def release(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
         """Free a request, as `free` does, but keep its committed tokens in the prefix cache."""

@@ -89,8 +89,8 @@ class KVTensors:
         for shape in shapes:
             self.keys.append(pool(shape, self.keys, shape.key_dim))
             self.values.append(pool(shape, self.values, shape.value_dim))
-        own = [shape if shape.shares is None else shapes[shape.shares] for shape in shapes]
-        self.scales = [shape.scales if kv_dtype in FLOAT8 and shape.attends else NO_SCALES for shape in own]
+        stored = [shape if shape.shares is None else shapes[shape.shares] for shape in shapes]
+        self.scales = [shape.scales if kv_dtype in FLOAT8 and shape.attends else NO_SCALES for shape in stored]
         self.states = RecurrentStates({}, 0, num_slots, device) if states is None else states
         # Padding has slot -1, and writes to the last row.
         size = () if taps is None else (num_slots + 1, taps.width)

@@ -43,11 +43,11 @@ class PassWork:
         is_tied = getattr(config, "tie_word_embeddings", True)
         embedding = 0 if is_tied else config.vocab_size * config.hidden_size  # a lookup, not a product
         kinds = getattr(config, "layer_types", None) or ()
-        others: set[Any] = {place for place, kind in enumerate(kinds) if kind in _WINDOWED}
+        elsewhere: set[Any] = {place for place, kind in enumerate(kinds) if kind in _WINDOWED}
         # Recurrent layers read states instead.
-        others.update(module.layer_idx for module in loaded.model.modules() if is_recurrent(module))
+        elsewhere.update(module.layer_idx for module in loaded.model.modules() if is_recurrent(module))
         attending = [
-            replace(shape, shares=None) for place, shape in enumerate(loaded.layer_shapes) if place not in others
+            replace(shape, shares=None) for place, shape in enumerate(loaded.layer_shapes) if place not in elsewhere
         ]
         widths = sum(shape.key_dim + shape.value_dim for shape in attending)
         return cls(

@@ -53,11 +53,11 @@ class PrefixCache:
 
     def match(self, salt: str, tokens: Sequence[int]) -> tuple[PrefixNode, Ints]:
         """Return the node where the longest cached prefix of these tokens ends, and the slots of that prefix."""
-        node, found = self._roots.get(salt, _EMPTY), [_NONE]
+        node, slots = self._roots.get(salt, _EMPTY), [_NONE]
         for child, length in self._descend(node, np.asarray(tokens, dtype=np.int64)):
             node = child if length == len(child.tokens) else self._split(child, length)
-            found.append(node.slots)
-        return node, np.concatenate(found)
+            slots.append(node.slots)
+        return node, np.concatenate(slots)
 
     def insert(self, salt: str, tokens: Sequence[int], slots: Ints) -> tuple[PrefixNode, int]:
         """Insert tokens, taking ownership of the slots of those that were not cached yet.

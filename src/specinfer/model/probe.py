@@ -88,13 +88,13 @@ def probe(
     count = num_stored(config, len(layers))
     store, spare = _ProbeStore(count), _ProbeStore(count)
     # Without native kernels, because their results are compared with this pass.
-    batch, other = (pack([piece], one, device, native=False) for one in (store, spare))
+    batch, recorded = (pack([piece], each, device, native=False) for each in (store, spare))
     dtype = next(model.parameters()).dtype
     hidden = random_hidden(model, len(piece.tokens), dtype, device) if layers.start else None
     reference = Reference(piece) if records else None
     try:
         with torch.inference_mode():
-            with nullcontext() if reference is None else recording(model, reference, other):
+            with nullcontext() if reference is None else recording(model, reference, recorded):
                 logits = forward(model, batch, hidden if hidden is None or reference is None else hidden.float())
             if hidden is not None:
                 check_stage(model, pack([piece], _ProbeStore(len(layers)), device, native=False), hidden)

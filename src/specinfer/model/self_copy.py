@@ -69,8 +69,8 @@ def _share_embeddings(copy: nn.Module, target: nn.Module) -> int:
     theirs = dict(target.named_modules())
     names = [
         name
-        for name, own in copy.named_modules()
-        if isinstance(own, nn.Embedding) and type(own) is type(theirs.get(name))
+        for name, module in copy.named_modules()
+        if isinstance(module, nn.Embedding) and type(module) is type(theirs.get(name))
     ]
     for name in names:
         copy.set_submodule(name, theirs[name])

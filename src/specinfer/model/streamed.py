@@ -64,7 +64,7 @@ def load_streamed(job: LoadConfig, progress: ProgressCallback | None = None) -> 
         # Codes of layers are read later: only their shapes matter here.
         definition = definition.with_types(kinds | place_stored(definition.model, checkpoint, lambda _: False))
         model, entries = _convert(definition.model, checkpoint, job)
-        entries = [{name: entry for name, entry in one.items() if entry.tensors()[0].is_meta} for one in entries]
+        entries = [{name: entry for name, entry in named.items() if entry.tensors()[0].is_meta} for named in entries]
         layers, close = _layers(
             entries, checkpoint, job, [job.quantization, str(definition.dtype), type(model).__name__]
         )
@@ -105,17 +105,17 @@ def _layers(
 
     They come from a copy, straight from the model's files, or are converted at each read.
     """
-    layouts = [BufferLayout(list(one.values())) for one in entries]
+    layouts = [BufferLayout(list(named.values())) for named in entries]
     read = [partial(_read_layer, checkpoint, job, layer) for layer in job.layers]
     if job.is_direct:
-        if made := sorted(name for one in entries for name, entry in one.items() if entry.sources is None):
+        if made := sorted(name for named in entries for name, entry in named.items() if entry.sources is None):
             raise needs_copy(made[0])
         return layouts, checkpoint.close
     if job.offload.offload_folder is None:
-        is_stored = [all(entry.sources for entry in one.values()) for one in entries]
+        is_stored = [all(entry.sources for entry in named.values()) for named in entries]
         return [
-            layout if stored else ConvertedLayer(layout, list(one), convert)
-            for stored, layout, one, convert in zip(is_stored, layouts, entries, read, strict=True)
+            layout if stored else ConvertedLayer(layout, list(named), convert)
+            for stored, layout, named, convert in zip(is_stored, layouts, entries, read, strict=True)
         ], checkpoint.close
     if not job.shard.is_whole:
         group = job.shard.tensor
@@ -162,14 +162,14 @@ def _convert(
     """Return the model that runs, and what is streamed of each layer; with weights if the definition has them."""
     sources = checkpoint.shards.sources
 
-    def found(origins: Sequence[_Origin]) -> list[Source] | None:
+    def sources_of(origins: Sequence[_Origin]) -> list[Source] | None:
         parts = [None if origin is None else parts_of(sources[origin[0]], origin[1]) for origin in origins]
         known = [part for part in parts if part is not None]
         return [source for part in known for source in part] if len(known) == len(parts) else None
 
     if job.fuses(definition):
         model = FusedDecoder(definition, job.quantization)
-        return model, [_entries(layer, found) for layer in model.layers]
+        return model, [_entries(layer, sources_of) for layer in model.layers]
     make_linears_plain(definition)
     origins = {name: origin_of(tensor) for name, tensor in definition.named_parameters()}
     if job.quantization is not None:
@@ -182,24 +182,24 @@ def _convert(
         layer = checkpoint.layer_of(f"{name}.")
         if layer is None or layer not in job.layers:
             continue
-        own = entries[layer - job.layers.start]
+        of_layer = entries[layer - job.layers.start]
         if isinstance(module, PackedLinear | QuantizedLinear) and module.call is not None:
-            own[name] = LinearEntry([module.call], found([origins.get(f"{name}.weight")]))
+            of_layer[name] = LinearEntry([module.call], sources_of([origins.get(f"{name}.weight")]))
         if isinstance(module, QuantizedExperts) and module.calls:
-            own[name] = LinearEntry(module.calls, None)
+            of_layer[name] = LinearEntry(module.calls, None)
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for kind, tensor in tensors:
             whole = f"{name}.{kind}"
-            its_sources = found([origins.get(whole)]) or ()
-            own[whole] = TensorEntry(module, kind, tensor, its_sources if len(its_sources) == 1 else None)
+            parts = sources_of([origins.get(whole)]) or ()
+            of_layer[whole] = TensorEntry(module, kind, tensor, parts if len(parts) == 1 else None)
     return definition, entries
 
 
-def _entries(layer: NativeLayer, found: Callable[[Sequence[_Origin]], list[Source] | None]) -> Entries:
-    """Return what is streamed of a fused layer; `found` returns the sources of a linear layer."""
+def _entries(layer: NativeLayer, sources_of: Callable[[Sequence[_Origin]], list[Source] | None]) -> Entries:
+    """Return what is streamed of a fused layer; `sources_of` returns those of a linear layer."""
     entries: Entries = {
-        str(i): LinearEntry(one.computed.chain, found(one.sources), interleaved=one.interleaved)
-        for i, one in enumerate([*layer.linears, *layer.routers])
+        str(i): LinearEntry(linears.computed.chain, sources_of(linears.sources), interleaved=linears.interleaved)
+        for i, linears in enumerate([*layer.linears, *layer.routers])
     }
     for part in layer.call.parts:
         if part.experts is not None:
@@ -224,8 +224,8 @@ class Feeder:
         self._current: int | None = None
 
     def attach(self, model: nn.Module, entries: Sequence[Entries]) -> None:
-        for layer, one in enumerate(entries):
-            modules = {name if isinstance(x, LinearEntry) else name.rpartition(".")[0] for name, x in one.items()}
+        for layer, named in enumerate(entries):
+            modules = {name if isinstance(x, LinearEntry) else name.rpartition(".")[0] for name, x in named.items()}
             for owner in modules:
                 model.get_submodule(owner).register_forward_pre_hook(partial(self._enter, layer))
         model.register_forward_pre_hook(self._begin)

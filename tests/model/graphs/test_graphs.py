@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from native_layers import TREE, check_tree_logits
+from native_layers import TREE, Reader, check_tree_logits
 from specinfer import LLM
 from specinfer.cli.options import EngineOptions
 from specinfer.core.config import EngineConfig
@@ -275,21 +275,11 @@ def _requests() -> list[Request]:
     return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS, PARAMS, strict=True))]
 
 
-QUICK = (
-    "llama",
-    "mpt",
-    "gemma3_text",
-    "gpt_oss",
-    "qwen3_5_text",
-    "lfm2",
-    "mamba",
-)  # of the others the logits are compared above
+# Of the others the logits are compared above.
+QUICK = ("llama", "mpt", "gemma3_text", "gpt_oss", "qwen3_5_text", "lfm2", "mamba")
 
 
-@pytest.mark.parametrize(
-    "family",
-    [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in (*FAMILIES, *HYBRIDS)],
-)
+@pytest.mark.parametrize("family", quick([*FAMILIES, *HYBRIDS], *QUICK))
 def test_families_generate_the_same_tokens(family: str, loaded_of: Loaded) -> None:
     """Greedy and sampled requests in one batch, prompts in chunks, with and without guesses of two drafters."""
     loaded = loaded_of(family)
@@ -334,7 +324,7 @@ def test_a_pass_larger_than_all_sizes_is_run_by_itself(loaded_of: Loaded) -> Non
     for one in (runner, plain):
         slots = one.cache.reserve("a", len(tokens) + 30)
         piece = Piece.of_span(tokens, tree, NO_SLOTS, slots)
-        found.append(one.forward([Piece(*_all_logits(piece))]))
+        found.append(one.forward([replace(piece, num_logits=len(piece.tokens))]))
         one.cache.free("a")
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
     assert runner.padded.sizes == before
@@ -394,10 +384,6 @@ def test_passes_larger_than_all_sizes_take_no_further_memory(
     assert ("SlotTable.__init__" in new_of_pass[0]) == (max_requests == 1)
     del new_of_pass[3]  # of a size that is captured
     assert new_of_pass[1:] == [[]] * 4, "even where all slots of a prefix are new to the table"
-
-
-def _all_logits(piece: Piece) -> tuple[Any, ...]:
-    return piece.tokens, piece.positions, piece.prefix_slots, piece.slots, piece.visible, len(piece.tokens)
 
 
 def test_other_weights_are_used_at_once(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,15 +534,10 @@ def _on_gpus(folder: Path) -> LoadedModel:
 
 def _two_trees(runner: ModelRunner) -> list[Piece]:
     """Of requests that have read a few tokens; the sizes of such a pass are new to the runner."""
-    pieces = []
+    reader = Reader(runner)
     for name, prompt in zip("ab", random_prompts([11, 3]), strict=True):
-        for chain, tree in ((prompt, None), ([8], TREE)):
-            slots = runner.cache.reserve(name, len(chain) + (tree.num_guessed if tree else 0))
-            pieces.append(Piece.of_span(chain, tree, runner.cache.slots(name), slots))
-            if tree is None:
-                runner.forward([pieces.pop()])
-                runner.cache.commit(name, range(len(prompt)))
-    return pieces
+        reader.read(name, prompt)
+    return [reader.piece(name, TREE) for name in "ab"]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -611,28 +592,33 @@ def test_llms_generate_the_same_tokens(
 # ------------------------------------------------------------------------------------------- when it fails
 
 
-class _Refusing(Graphs):
-    """As a device that cannot capture what a program does, from some size on."""
+def _let_captures_fail(patch: pytest.MonkeyPatch, error_of: Callable[[int], Exception | None]) -> None:
+    """Raise errors in place of captures from now on.
 
-    def __init__(self, num_good: int) -> None:
-        super().__init__(CPU)
-        self.num_good = num_good
+    Args:
+        error_of: Function from the number of a capture, from 1, to its error, or None.
+    """
+    right, numbers = Graphs.captured, itertools.count(1)
 
-    def captured(self, program: Program, *_: Any) -> Program:
-        self.num_good -= 1
-        if self.num_good < 0:
-            raise CaptureError("operation not permitted when stream is capturing")
-        return super().captured(program)
+    def captured(self: Graphs, *args: Any) -> Program:
+        if (error := error_of(next(numbers))) is not None:
+            raise error
+        return right(self, *args)
+
+    patch.setattr(Graphs, "captured", captured)
 
 
 @pytest.mark.parametrize("num_good", [0, 1, 3])
 def test_what_cannot_be_captured_is_launched(
-    num_good: int, loaded_of: Loaded, caplog: pytest.LogCaptureFixture
+    num_good: int, loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """As with a device that cannot capture what a program does, from some size on."""
     loaded = loaded_of("mixtral")
     wanted = run(make_engine(ModelRunner(loaded, NUM_SLOTS)), _requests())
+    error = CaptureError("operation not permitted when stream is capturing")
+    _let_captures_fail(monkeypatch, lambda number: error if number > num_good else None)
     with caplog.at_level(logging.WARNING):
-        runner = _runner(loaded, _Refusing(num_good))
+        runner = _runner(loaded)
         assert run(make_engine(runner), _requests()) == wanted
         runner.prepare()
     assert [record.getMessage() for record in caplog.records if "captured" in record.getMessage()] == [
@@ -646,15 +632,9 @@ def test_sizes_that_there_is_no_memory_for_are_launched_and_others_captured(
 ) -> None:
     loaded = loaded_of("llama")
     wanted = run(make_engine(ModelRunner(loaded, NUM_SLOTS)), _requests())
-    runner, right = _runner(loaded), Graphs.captured
-
-    def captured(self: Graphs, *args: Any) -> Program:
-        self.num_captured += 1
-        if self.num_captured <= 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return right(self, *args)
-
-    monkeypatch.setattr(Graphs, "captured", captured)
+    runner = _runner(loaded)
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    _let_captures_fail(monkeypatch, lambda number: error if number <= 3 else None)
     with caplog.at_level(logging.WARNING):
         runner.prepare()
         assert run(make_engine(runner), _requests()) == wanted
@@ -670,7 +650,8 @@ def test_sizes_that_there_is_no_memory_for_are_launched_and_others_captured(
 
 def test_what_was_captured_before_is_still_used(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when memory suffices for all sizes but the largest."""
-    runner = _runner(loaded_of("llama"), _Refusing(3))
+    _let_captures_fail(monkeypatch, lambda number: CaptureError("no memory") if number > 3 else None)
+    runner = _runner(loaded_of("llama"))
     assert runner.padded is not None
 
     def logits(count: int) -> torch.Tensor:
@@ -761,15 +742,9 @@ def test_a_model_that_does_not_agree_is_run_as_it_is(
 def test_a_size_that_cannot_be_run_is_found_when_a_model_is_loaded(
     loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner, right = _runner(loaded_of("llama")), Graphs.captured
-
-    def captured(self: Graphs, program: Program, *_: Any) -> Program:
-        if self.num_captured == 3:
-            raise ValueError("out of resource: shared memory")
-        self.num_captured += 1
-        return right(self, program)
-
-    monkeypatch.setattr(Graphs, "captured", captured)
+    runner = _runner(loaded_of("llama"))
+    error = ValueError("out of resource: shared memory")
+    _let_captures_fail(monkeypatch, lambda number: error if number > 3 else None)
     with caplog.at_level(logging.WARNING):
         runner.prepare()
     assert runner.padded is None
@@ -781,17 +756,11 @@ def test_a_size_that_cannot_be_run_is_found_when_a_model_is_loaded(
 
 
 def test_after_a_failed_capture_no_other_size_is_padded(loaded_of: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, right = _runner(loaded_of("llama")), Graphs.captured
+    runner = _runner(loaded_of("llama"))
     assert runner.padded is not None
     before = runner.padded.sizes
-
-    def captured(self: Graphs, program: Program, *_: Any) -> Program:
-        self.num_captured += 1
-        if self.num_captured == 3:
-            raise CaptureError("it waits for the device")
-        return right(self, program)
-
-    monkeypatch.setattr(Graphs, "captured", captured)
+    error = CaptureError("it waits for the device")
+    _let_captures_fail(monkeypatch, lambda number: error if number == 3 else None)
     runner.prepare()
     made = [size for size in runner.padded.sizes if size not in before]
     assert made == loaded_sizes(runner.padded._max_requests)[:3]

@@ -187,7 +187,7 @@ class Buffers:
         if scan is not None:
             for name, values in scan.host_arrays(self._taps).items():
                 host[f"{_SCAN}{name}"][: len(values)] = values
-        changes = self._table.changes([one.prefix_slots for one in pieces]) if changes is None else changes
+        changes = self._table.changes([piece.prefix_slots for piece in pieces]) if changes is None else changes
         self._table.list_changes(changes, host["update_cells"], host["update_slots"])
         self._send()
 

@@ -163,10 +163,10 @@ class Graphs:
         """Return the program as graphs, and what is summed between any two of them."""
         graphs, summed = [torch.cuda.CUDAGraph()], list[Tensor]()
 
-        def cut(own: Tensor) -> None:
+        def cut(tensor: Tensor) -> None:
             graphs[-1].capture_end()
             graphs.append(torch.cuda.CUDAGraph())
-            summed.append(own)
+            summed.append(tensor)
             self._begin(graphs[-1])
 
         try:
@@ -222,9 +222,9 @@ class Graphs:
 
 
 def _replay(graphs: Sequence[torch.cuda.CUDAGraph], summed: Sequence[Tensor], sums: RankSums) -> None:
-    for graph, own in zip(graphs, summed, strict=False):
+    for graph, tensor in zip(graphs, summed, strict=False):
         graph.replay()
-        sums.complete(own)
+        sums.complete(tensor)
     graphs[-1].replay()
 
 
@@ -269,8 +269,8 @@ class SynchronizationCheck(TorchDispatchMode):
         if _synchronizes(func, args, kwargs):
             raise SynchronizationError(f"{func.overloadpacket.__name__} waits for the device")
         with self:  # in inference mode, a composite operation arrives as a whole
-            found = func.decompose(*args, **kwargs)
-        return func(*args, **kwargs) if found is NotImplemented else found
+            result = func.decompose(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
 
 def _synchronizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

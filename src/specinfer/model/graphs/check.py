@@ -106,15 +106,15 @@ def _judged(runner: GraphRunner, loaded: LoadedModel, tensors: KVTensors) -> Ver
     They may differ only by rounding. The logits of a text's first token are not compared: its hidden states are often
     huge in trained models, and so are the errors of its logits in half precision, in any implementation.
     """
-    prefix, tree_slots, other = np.split(_SLOTS, [_NUM_PREFIX, _NUM_PREFIX + len(_PARENTS)])
+    prefix, tree_slots, chain_slots = np.split(_SLOTS, [_NUM_PREFIX, _NUM_PREFIX + len(_PARENTS)])
     ids = common_tokens(loaded.vocab_size, _NUM_PREFIX + 2 + _NUM_OTHER)
-    first, (one, two), others = ids[:_NUM_PREFIX], ids[_NUM_PREFIX : _NUM_PREFIX + 2], ids[_NUM_PREFIX + 2 :]
-    tree = TokenTree((one, two, one, one), _PARENTS)
+    first, (root, guess), chain = ids[:_NUM_PREFIX], ids[_NUM_PREFIX : _NUM_PREFIX + 2], ids[_NUM_PREFIX + 2 :]
+    tree = TokenTree((root, guess, root, root), _PARENTS)
     passes = [
         [Piece.of_span(first, None, NO_SLOTS, prefix)],
         [
-            Piece.of_span([one], tree, prefix, tree_slots),
-            Piece.of_span(others, TokenTree.root(others[-1]), NO_SLOTS, other),
+            Piece.of_span([root], tree, prefix, tree_slots),
+            Piece.of_span(chain, TokenTree.root(chain[-1]), NO_SLOTS, chain_slots),
         ],
     ]
 
@@ -125,12 +125,12 @@ def _judged(runner: GraphRunner, loaded: LoadedModel, tensors: KVTensors) -> Ver
 
     def plain(store: KVTensors, dtype: torch.dtype | None = None) -> Tensor:
         batches = [pack(pieces, store, loaded.device, native=loaded.native) for pieces in passes]
-        given = [None if one is None else one.to(dtype or one.dtype, copy=True) for one in hidden]  # a pass adds to it
+        given = [None if x is None else x.to(dtype or x.dtype, copy=True) for x in hidden]  # a pass adds to it
         return [forward(loaded.model, *inputs) for inputs in zip(batches, given, strict=True)][-1]
 
     wanted = plain(tensors)
-    found = [runner.forward(*inputs) for inputs in zip(passes, hidden, strict=True)][-1]
-    return judge_pass("a padded pass", found, wanted, _exact(plain, wanted, loaded, tensors), loaded.dtype)
+    padded = [runner.forward(*inputs) for inputs in zip(passes, hidden, strict=True)][-1]
+    return judge_pass("a padded pass", padded, wanted, _exact(plain, wanted, loaded, tensors), loaded.dtype)
 
 
 def _exact(plain: Callable[..., Tensor], wanted: Tensor, loaded: LoadedModel, tensors: KVTensors) -> Tensor:

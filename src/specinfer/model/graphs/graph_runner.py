@@ -100,7 +100,7 @@ class GraphRunner:
         """Bytes of all buffers on the device."""
         tensors = [self._table.cells, self._results, *([] if self._received is None else [self._received])]
         tensors += [self._larger_table.cells, self._kept_block.on_device]
-        buffers = sum(one.buffers.num_bytes for one in self._passes.values())
+        buffers = sum(each.buffers.num_bytes for each in self._passes.values())
         return buffers + sum(int(tensor.nbytes) for tensor in tensors)
 
     def prepare(self, progress: ProgressCallback | None = None) -> None:
@@ -112,18 +112,18 @@ class GraphRunner:
             sizes = [size for size in scanning if size is not None]
         passes = [self._pass_of(size) for size in sizes]
         report = progress_of(progress, f"{COMPILING} of {self.folder.name}")
-        programs = (one.program for one in passes)
+        programs = (each.program for each in passes)
         graphs.compile(chain(programs, self._prompt_programs()), self.sums, report)
         before = graphs.num_captured, sum(graphs.times), graphs.reserved_bytes()
         report = progress_of(progress, f"{CAPTURING} of {self.folder.name}")
-        for done, one in enumerate(passes):
+        for done, each in enumerate(passes):
             if not self._is_capturable:
                 for size in [size for size in sizes if self._passes[size].replay is None]:
                     del self._passes[size]
                 return
             report(done, len(passes))
             with torch.inference_mode():
-                self._capture(one)
+                self._capture(each)
         report(len(passes), len(passes))
         after = graphs.num_captured, sum(graphs.times), graphs.reserved_bytes()
         count, seconds, num_bytes = (now - then for now, then in zip(after, before, strict=True))
