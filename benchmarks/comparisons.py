@@ -111,12 +111,12 @@ LATENCY = replace(
     config=GrownLatencyConfig,
     run="benchmarks.comparisons:run_grown_latency",
     help="Compare the latency of token trees with that of plain decoding and of other engines.",
-    extra=None,
+    moved={},
 )
 THROUGHPUT = replace(
     PACKAGE_THROUGHPUT,
     config=GrownThroughputConfig,
     run="benchmarks.comparisons:run_grown_throughput",
-    extra=None,
+    moved={},
 )
-SERVE = replace(PACKAGE_SERVE, config=GrownServeConfig, run="benchmarks.comparisons:run_grown_serve", extra=None)
+SERVE = replace(PACKAGE_SERVE, config=GrownServeConfig, run="benchmarks.comparisons:run_grown_serve", moved={})

@@ -168,5 +168,5 @@ SIMULATE = replace(
     config=SimulationConfig,
     run="benchmarks.simulation.page:run_simulation",
     help="Predict the speed of a target split over several machines.",
-    extra=None,
+    moved={},
 )

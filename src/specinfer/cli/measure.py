@@ -4,7 +4,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import typer
 
@@ -56,14 +56,6 @@ class ConfigFlags:
         return given
 
 
-class Extra(Protocol):
-    """Flags of a measurement that are not fields of its configuration."""
-
-    def settings(self, command: str, model: str | None) -> dict[str, Any]:
-        """Return the fields of the configuration of this command that follow from these flags."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """A command that measures.
@@ -76,7 +68,9 @@ class Measurement:
         default: Model that is measured if none is named.
         is_required: Whether a model must be named.
         usual: Function that returns the fields whose defaults depend on the model.
-        extra: Class with further flags.
+        quick: Fields that a flag --quick sets, with its help; None if there is no such flag.
+        moved: Types of hidden flags, by their names, that only `python -m benchmarks` has, which the error names.
+        moved_to: Command there, if it has another name.
     """
 
     name: str
@@ -87,16 +81,21 @@ class Measurement:
     default: str | None = CODE
     is_required: bool = False
     usual: Callable[[str | None], dict[str, Any]] = lambda model: _NO_OTHERS
-    extra: type[Extra] | None = None
+    quick: tuple[str, Mapping[str, Any]] | None = None
+    moved: Mapping[str, Any] = field(default_factory=dict)
+    moved_to: str | None = None
 
     def command(self) -> Callable[..., None]:
         """Return the function of the command."""
 
-        def command(argument: str | None = None, *, flags: ConfigFlags, debug: bool, extra: Any = None) -> None:
+        def command(
+            argument: str | None = None, *, flags: ConfigFlags, debug: bool, quick: bool = False, **moved: Any
+        ) -> None:
             quiet_libraries(debug=debug)
             screen = Screen()
             with checking():
-                config = self._config(argument, flags, extra)
+                self._refuse_moved(argument, moved)
+                config = self._config(argument, flags, quick=quick)
                 check_inputs(config)
                 _show(_function(self.run), config, screen)
 
@@ -110,19 +109,37 @@ class Measurement:
             )
         ]  # fmt: skip
         parameters.append(inspect.Parameter("flags", kind, annotation=Annotated[ConfigFlags, self.config]))
-        if self.extra is not None:
-            parameters.append(inspect.Parameter("extra", kind, annotation=self.extra))
+        if self.quick is not None:
+            quick = flag("Sampling", self.quick[0], "--quick")
+            parameters.append(inspect.Parameter("quick", kind, default=False, annotation=Annotated[bool, quick]))
+        for name, of_value in self.moved.items():
+            hidden = typer.Option(f"--{name}", hidden=True)
+            parameters.append(
+                inspect.Parameter(
+                    name.replace("-", "_"), kind, default=None, annotation=Annotated[of_value | None, hidden]
+                )
+            )
         parameters.append(inspect.Parameter("debug", kind, default=False, annotation=DEBUG))
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__name__, command.__doc__ = self.name, self.help
         return command
 
-    def _config(self, argument: str | None, flags: ConfigFlags, extra: Extra | None) -> Any:
+    def _config(self, argument: str | None, flags: ConfigFlags, *, quick: bool) -> Any:
         settings = flags.settings(self.config)
         name = one_name(argument, settings.pop("model", None)) or self.default
         named = {} if self.model is None else {"model": name}
-        more = {} if extra is None else extra.settings(self.name, name)
-        return self.config(**named | self.usual(name) | more | settings)
+        few = self.quick[1] if self.quick is not None and quick else {}
+        return self.config(**{**named, **few, **self.usual(name), **settings})
+
+    def _refuse_moved(self, argument: str | None, given: Mapping[str, Any]) -> None:
+        for name, value in given.items():
+            if value is None:
+                continue
+            if self.moved_to is None:
+                words = f"{self.name} --{name} {value if isinstance(value, str) else value[0]}"
+            else:
+                words = f"{self.moved_to} {argument}"
+            raise UsageError(f"{name}: run python -m benchmarks {words} in a checkout of the repository")
 
 
 def _show(run: Callable[..., Any], config: Any, screen: Screen) -> None:
@@ -158,47 +175,9 @@ def usual_settings(model: str | None) -> dict[str, Any]:
     return {"temperature": usual_temperature(str(model), 0.0)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MovedFlags:
-    """Flags that only `python -m benchmarks` has, in a checkout of the repository."""
-
-    grow: Annotated[str | None, typer.Option("--grow", hidden=True)] = None
-    peer: Annotated[list[str] | None, typer.Option("--peer", hidden=True)] = None
-
-    def settings(self, command: str, model: str | None) -> dict[str, Any]:
-        """Return nothing.
-
-        Raises:
-            UsageError: A flag is given.
-        """
-        for name, value in (("grow", self.grow), ("peer", self.peer[0] if self.peer else None)):
-            if value is not None:
-                words = f"python -m benchmarks {command} --{name} {value}"
-                raise UsageError(f"{name}: run {words} in a checkout of the repository")
-        return {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptanceFlags:
-    """Flags of `bench acceptance` that stand for several settings."""
-
-    quick: Annotated[bool, flag("Sampling", "Use few short texts and few trees.", "--quick")] = False
-
-    def settings(self, command: str, model: str | None) -> dict[str, Any]:
-        usual: dict[str, Any] = {"temperatures": (0.0, CHAT_TEMPERATURE)} if model == CHAT else {}
-        if self.quick:
-            usual = {"num_prompts": 3, "max_tokens": 24, "temperatures": (0.0, 1.0), "nodes": (16,)} | usual
-        return usual
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MovedServeFlags:
-    """Flags of `bench serve` that only `python -m benchmarks` has."""
-
-    grow: Annotated[str | None, typer.Option("--grow", hidden=True)] = None
-
-    def settings(self, command: str, model: str | None) -> dict[str, Any]:
-        return MovedFlags(grow=self.grow).settings(command, model)
+def usual_temperatures(model: str | None) -> dict[str, Any]:
+    """Return the settings of the acceptance measurement that depend on the model."""
+    return {"temperatures": (0.0, CHAT_TEMPERATURE)} if model == CHAT else {}
 
 
 LATENCY = Measurement(
@@ -207,7 +186,7 @@ LATENCY = Measurement(
     "specinfer.bench.latency:run_latency",
     "Compare the latency of token trees with that of plain decoding, one request at a time.",
     usual=usual_settings,
-    extra=MovedFlags,
+    moved={"grow": str, "peer": list[str]},
 )
 THROUGHPUT = Measurement(
     "throughput",
@@ -215,7 +194,7 @@ THROUGHPUT = Measurement(
     "specinfer.bench.throughput:run_throughput",
     "Compare the throughput of token trees with that of plain decoding, by batch size.",
     usual=usual_settings,
-    extra=MovedFlags,
+    moved={"grow": str, "peer": list[str]},
 )
 SERVE = Measurement(
     "serve",
@@ -224,14 +203,18 @@ SERVE = Measurement(
     "Benchmark a server under load, with and without token trees in turns.",
     model="Model to serve; with --base-url, the name of the model on the server.",
     default=None,
-    extra=MovedServeFlags,
+    moved={"grow": str},
 )
 ACCEPTANCE = Measurement(
     "acceptance",
     AcceptanceConfig,
     "specinfer.bench.acceptance:run_acceptance",
     "Measure tokens per pass: the tables of the paper, and a comparison of rules, trees and drafters.",
-    extra=AcceptanceFlags,
+    usual=usual_temperatures,
+    quick=(
+        "Use few short texts and few trees.",
+        {"num_prompts": 3, "max_tokens": 24, "temperatures": (0.0, 1.0), "nodes": (16,)},
+    ),
 )
 
 _LABORATORY = "run python -m benchmarks {} in a checkout of the repository"
