@@ -66,8 +66,13 @@ class EngineCounters(Tally):
         super().__init__()
         self.ended: Counts[str] = Counts()
         self._times = {
-            name: Histogram(name=f"{_PREFIX}{name}_seconds")
-            for name in ("e2e_request_latency", "time_to_first_token", "request_prefill_time", "request_decode_time")
+            phase: Histogram(name=f"{_PREFIX}{name}_seconds")
+            for phase, name in (
+                ("e2e", "e2e_request_latency"),
+                ("first_token", "time_to_first_token"),
+                ("prefill", "request_prefill_time"),
+                ("decode", "request_decode_time"),
+            )
         }
 
     def on_tokens(
@@ -79,17 +84,10 @@ class EngineCounters(Tally):
 
     def _end(self, request: Request) -> None:
         self.ended[str(request.finish_reason)] += 1
-        arrival, scheduled, first = request.times.arrival, request.times.scheduled, request.times.first_token
-        if scheduled is None or first is None:
-            return
-        end = time.time()
-        for name, seconds in (
-            ("e2e_request_latency", end - arrival),
-            ("time_to_first_token", first - arrival),
-            ("request_prefill_time", first - scheduled),
-            ("request_decode_time", end - first),
-        ):
-            self._times[name].observe(seconds)
+        durations = request.times.durations(time.time())
+        if "decode" in durations:
+            for phase in durations.keys() & self._times.keys():
+                self._times[phase].observe(durations[phase])
 
     def metrics(self, num_running: int, num_waiting: int, cache_usage: float) -> list[Metric]:
         """Return all metrics; the arguments are the gauges."""

@@ -87,6 +87,21 @@ class RequestTimes:
     first_token: float | None = None
     finished: float | None = None
 
+    def durations(self, now: float) -> dict[str, float]:
+        """Return the seconds of each phase that has begun; the last one ends now if the request has not ended."""
+        end, seconds = self.finished or now, dict[str, float]()
+        if self.arrival:
+            seconds["e2e"] = end - self.arrival
+        if self.scheduled is not None:
+            seconds |= {"queue": self.scheduled - self.arrival, "inference": end - self.scheduled}
+        if self.scheduled is not None and self.first_token is not None:
+            seconds |= {
+                "first_token": self.first_token - self.arrival,
+                "prefill": self.first_token - self.scheduled,
+                "decode": end - self.first_token,
+            }
+        return seconds
+
 
 @dataclass(slots=True, eq=False)
 class Request:

@@ -12,14 +12,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from specinfer.core.errors import ContextLengthError, RequestError, reworded
+from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.messages import MAX_MESSAGES
 from specinfer.inputs.prompts import PromptReader
 from specinfer.server.anthropic_blocks import MessageBlocks
 from specinfer.server.blocks import unsealed
 from specinfer.server.call import Call
 from specinfer.server.conversations import Conversation, queue_conversation, read_conversation
-from specinfer.server.errors import renamed
 from specinfer.server.json_body import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, PendingResponse, respond
 from specinfer.server.protocol import USE_CHAT, ChatFields, Float, Int, Objects, Text, as_fields, check_single
@@ -32,15 +31,6 @@ _SAME = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k"}
 _OF_CLIENTS = (None, "custom", "function")  # types of tools that are not defined by Anthropic
 _TOOL_FIELDS = {"description", "input_schema", "name", "strict", "type"}
 _SYSTEM = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
-# Names of chat completions that errors begin with, and their names here.
-_NAMES = {
-    r"^tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
-    r"^tools\[(\d+)\]\.function": r"tools[\1]",
-    r"^tool_choice\.function": "tool_choice",
-    r"^response_format": "output_config.format",
-    r"^stop\b": "stop_sequences",
-    r"^system\.content": "system",
-}
 
 
 class CountFields(BaseModel):
@@ -120,7 +110,7 @@ def _call(request: Request, fields: CountFields) -> tuple[Call, ChatFields, dict
     chat = fields.as_chat(conversation, state_of(request).engine.llm.reader)
     check_single(chat, _REFUSED)
     headers = chat.check()
-    return Call.from_request(request, chat, lambda error: _named(error, conversation)), chat, headers
+    return Call.from_request(request, chat, conversation.named), chat, headers
 
 
 async def _begin(call: Call, chat: ChatFields, fields: MessagesFields) -> PendingResponse:
@@ -135,15 +125,7 @@ async def _begin(call: Call, chat: ChatFields, fields: MessagesFields) -> Pendin
         thinks=read.plan.reasoning is not None,
         omits_thoughts=(fields.thinking or {}).get("display") == "omitted",
     )
-    return PendingResponse(chat, [generation], blocks, read.ignored, _NAMES)
-
-
-def _named(error: RequestError, conversation: Conversation) -> RequestError:
-    """Return an error with the names of this API's fields, or in its words."""
-    if isinstance(error, ContextLengthError):
-        maximum = min(error.max_model_len, error.num_tokens - 1)
-        return reworded(error, f"prompt is too long: {error.num_tokens} tokens > {maximum} maximum")
-    return reworded(error, renamed(str(conversation.named(error)), _NAMES))
+    return PendingResponse(chat, [generation], blocks, read.ignored)
 
 
 # -------------------------------------------------------------------------------------- reading

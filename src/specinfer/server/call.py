@@ -14,13 +14,14 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.thought import Reasoning
 from specinfer.core.tree_shape import parse_tree
 from specinfer.generation import Generation
-from specinfer.server.auth import body_size_of, cache_salt_of, tenant_of
+from specinfer.server.auth import body_size_of, cache_salt_of, route_path, tenant_of
+from specinfer.server.dialects import Dialect, dialect_of
 from specinfer.server.generations import close_all
 from specinfer.server.protocol import SharedFields
 from specinfer.server.state import ServerState, state_of
 
 T = TypeVar("T")
-Naming: TypeAlias = Callable[[RequestError], RequestError]
+Placing: TypeAlias = Callable[[RequestError], RequestError]
 
 # Limits of one request. An entry takes about 100 bytes, and as much again in the response; a prompt's come all at once.
 _MAX_PROMPT_LOGPROBS = _MAX_LOGPROBS = 1 << 20
@@ -41,15 +42,16 @@ class Call:
     tenant: str
     cache_salt: str | None
     body_size: int
-    named: Naming
+    placed: Placing
+    dialect: Dialect
     adapter: LoRARequest | None = None
 
     @classmethod
-    def from_request(cls, request: Request, fields: SharedFields, named: Naming = lambda error: error) -> "Call":
+    def from_request(cls, request: Request, fields: SharedFields, placed: Placing = lambda error: error) -> "Call":
         """Check everything that does not depend on the prompt.
 
         Args:
-            named: Returns an error with the names of the fields of the request's API.
+            placed: Returns an error about a message as one about the field that the message came from.
         """
         state = state_of(request)
         state.check_model(fields.model)
@@ -69,8 +71,8 @@ class Call:
                 "could show; leave trace out"
             )
         salt = cache_salt_of(request, state.config, fields.cache_salt)
-        adapter = state.adapters.get(fields.model or "")
-        return cls(state, fields, name, tenant_of(request), salt, body_size_of(request), named, adapter)
+        adapter, dialect = state.adapters.get(fields.model or ""), dialect_of(route_path(request.scope))
+        return cls(state, fields, name, tenant_of(request), salt, body_size_of(request), placed, dialect, adapter)
 
     async def read(self, action: Callable[[], T], *, only_encodes: bool = False) -> T:
         """Run an action with the tokenizer, templates or grammars in a thread, when it is the tenant's turn.
@@ -82,6 +84,10 @@ class Call:
             return await self.state.engine.read(action, self.tenant, num_bytes=self.body_size, is_brief=is_brief)
         except RequestError as error:
             raise self.named(error) from error
+
+    def named(self, error: RequestError) -> RequestError:
+        """Return an error with the names of the fields of the request's API."""
+        return self.dialect.named(self.placed(error))
 
     @property
     def model(self) -> str:

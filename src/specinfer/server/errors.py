@@ -95,13 +95,6 @@ class ApiError(Exception):
         return {"error": error}
 
 
-def renamed(text: str, names: Mapping[str, str]) -> str:
-    """Return a text with other names of fields: a replacement for each regular expression, in order."""
-    for pattern, name in names.items():
-        text = re.sub(pattern, name, text)
-    return text
-
-
 def unsupported(name: str, remedy: str) -> ApiError:
     """Return the refusal of a field."""
     return ApiError("unsupported_parameter", f"{name}: not supported; {remedy}", param=name)

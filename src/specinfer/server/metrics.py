@@ -8,11 +8,11 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from torch import Tensor
 
@@ -73,21 +73,55 @@ def as_vllm(text: bytes) -> bytes:
     return re.sub(rb"([{,])model_name=\"", rb'\1engine="0",model_name="', text)
 
 
+class ModelRegistry:
+    """The metrics of one process, each with the name of the model, and among them the count of its refusals."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry, self._model_name = CollectorRegistry(), model_name
+        self._refused = self.counter("request_refused", "Requests that were refused, by the code they got.", "reason")
+
+    def counter(self, name: str, help: str, label: str) -> Callable[[str], Counter]:
+        """Return a function that returns the counter for a value of the label."""
+        family = Counter(PREFIX + name, help, ["model_name", label], registry=self.registry)
+        return lambda value: family.labels(self._model_name, value)
+
+    def gauge(self, name: str, help: str) -> Gauge:
+        return Gauge(PREFIX + name, help, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
+        family = Histogram(PREFIX + name, help, ["model_name"], registry=self.registry, buckets=buckets)
+        return family.labels(self._model_name)
+
+    def count_refusal(self, code: str) -> None:
+        self._refused(code if code in STATUS_OF else "other").inc()
+
+    def scrape(self) -> bytes:
+        """Return all metrics as text."""
+        return generate_latest(self.registry)
+
+
+_DURATIONS = {  # by the names of `RequestTimes.durations`
+    "e2e": ("e2e_request_latency_seconds", "From arrival to the end of an output."),
+    "first_token": ("time_to_first_token_seconds", "From arrival to the first token."),
+    "queue": ("request_queue_time_seconds", "From arrival to the first computing."),
+    "prefill": ("request_prefill_time_seconds", "From there to the first token."),
+    "decode": ("request_decode_time_seconds", "From the first token to the last."),
+    "inference": ("request_inference_time_seconds", "From the first computing to the end."),
+}
+
+
 class Metrics:
     """The metrics of one engine, in their own registry."""
 
     reads_logits = False
 
     def __init__(self, engine: AsyncLLM, tally: Tally, model_name: str) -> None:
-        self._engine, self._tally, self._model_name = engine, tally, model_name
+        self._engine, self._tally, self._own = engine, tally, ModelRegistry(model_name)
         self._families = MetricFamilies(model_name)
-        self.registry = CollectorRegistry()
+        self.scrape, self.count_refusal = self._own.scrape, self._own.count_refusal
         self._last_token_at: dict[str, float] = {}  # by id of the running requests
-        self._ended = self._counter("request_success", "Outputs that ended, by how.", "finished_reason")
-        self._refused = self._counter("request_refused", "Requests that were refused, by the code they got.", "reason")
-        histogram = self._histogram
-        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end of an output.", SECONDS)
-        self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
+        self._ended = self._own.counter("request_success", "Outputs that ended, by how.", "finished_reason")
+        histogram = self._own.histogram
         self._between = histogram(
             "inter_token_latency_seconds",
             "Seconds between two steps that emitted tokens of one output; a step may emit several.",
@@ -96,10 +130,7 @@ class Metrics:
         self._per_token = histogram(
             "request_time_per_output_token_seconds", "Decoding time of an output by its tokens.", SECONDS
         )
-        self._queued = histogram("request_queue_time_seconds", "From arrival to the first computing.", SECONDS)
-        self._prefill = histogram("request_prefill_time_seconds", "From there to the first token.", SECONDS)
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", SECONDS)
-        self._inference = histogram("request_inference_time_seconds", "From the first computing to the end.", SECONDS)
+        self._durations = {phase: histogram(name, help, SECONDS) for phase, (name, help) in _DURATIONS.items()}
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._generated = histogram("request_generation_tokens", "Tokens of an output.", TOKENS)
         self._n = histogram("request_params_n", "Outputs asked for.", FEW)
@@ -109,7 +140,7 @@ class Metrics:
         self._depth = histogram("tree_depth", "Depth of such a tree.", NODES)
         self._budget = histogram("step_budget_nodes", "Guesses that the policy allowed in one step.", NODES)
         self._step = histogram("step_time_seconds", "One step.", SECONDS)
-        self.registry.register(self)
+        self._own.registry.register(self)
         engine.llm.engine.observers.append(self)
         engine.on_end.append(self.note_end)
 
@@ -117,13 +148,6 @@ class Metrics:
         """Stop counting; the numbers stay."""
         self._engine.llm.engine.observers.remove(self)
         self._engine.on_end.remove(self.note_end)
-
-    def scrape(self) -> bytes:
-        """Return all metrics as text."""
-        return generate_latest(self.registry)
-
-    def count_refusal(self, code: str) -> None:
-        self._refused.labels(self._model_name, code if code in STATUS_OF else "other").inc()
 
     # ------------------------------------------------------------------------ in the engine's thread
 
@@ -159,23 +183,15 @@ class Metrics:
     def _note(self, request: Request) -> None:
         # The engine ends a request whose client has gone a moment later, so its reason may be missing.
         reason = request.finish_reason or FinishReason.ABORT
-        self._ended.labels(self._model_name, reason.value).inc()
+        self._ended(reason.value).inc()
         if request.params.max_tokens is not None:
             self._max_tokens.observe(request.params.max_tokens)
         self._generated.observe(request.num_output)
-        arrival, scheduled, first = request.times.arrival, request.times.scheduled, request.times.first_token
-        end = request.times.finished or time.time()
-        if arrival:
-            self._e2e.observe(end - arrival)
-        if scheduled is not None:
-            self._queued.observe(scheduled - arrival)
-            self._inference.observe(end - scheduled)
-        if scheduled is not None and first is not None:
-            self._first.observe(first - arrival)
-            self._prefill.observe(first - scheduled)
-            self._decode.observe(end - first)
-            if request.num_output > 1:
-                self._per_token.observe((end - first) / (request.num_output - 1))
+        durations = request.times.durations(time.time())
+        for phase, seconds in durations.items():
+            self._durations[phase].observe(seconds)
+        if "decode" in durations and request.num_output > 1:
+            self._per_token.observe(durations["decode"] / (request.num_output - 1))
 
     # ------------------------------------------------------------------------------- when asked for
 
@@ -285,13 +301,6 @@ class Metrics:
             "drafter",
             "version",
         )
-
-    def _counter(self, name: str, help: str, label: str) -> Counter:
-        return Counter(PREFIX + name, help, ["model_name", label], registry=self.registry)
-
-    def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
-        family = Histogram(PREFIX + name, help, ["model_name"], registry=self.registry, buckets=buckets)
-        return family.labels(self._model_name)
 
 
 def _num_tasks() -> int:

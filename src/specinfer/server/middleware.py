@@ -17,10 +17,10 @@ from specinfer.core.errors import QuotaError
 from specinfer.quotas import Quotas
 from specinfer.server.auth import OPEN_PATHS, route_path
 from specinfer.server.config import ServerConfig
+from specinfer.server.dialects import dialect_of
 from specinfer.server.errors import KNOWN, ApiError, as_api_error
 from specinfer.server.json_body import read_body
 from specinfer.server.state import Serving
-from specinfer.server.stream import dialect_of
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("specinfer.access")

@@ -79,10 +79,20 @@ def _packages() -> tuple[ModuleType, ModuleType, ModuleType, ModuleType]:
     return trace, sdk, export, resources
 
 
+_LATENCIES = {  # names of attributes, and of `RequestTimes.durations`
+    "e2e": "e2e",
+    "time_in_queue": "queue",
+    "time_in_model_inference": "inference",
+    "time_to_first_token": "first_token",
+    "time_in_model_prefill": "prefill",
+    "time_in_model_decode": "decode",
+}
+
+
 def _attributes(generation: Generation, model_name: str, end: float) -> dict[str, str | int | float | None]:
     requests = generation.requests
     first, params = requests[0], requests[0].params
-    scheduled, first_token = first.times.scheduled, first.times.first_token
+    durations = first.times.durations(end)
     total = first.speculation
     for request in requests[1:]:
         total = total + request.speculation
@@ -97,19 +107,11 @@ def _attributes(generation: Generation, model_name: str, end: float) -> dict[str
         "gen_ai.usage.prompt_tokens": len(first.prompt_ids),
         "gen_ai.usage.completion_tokens": sum(request.num_output for request in requests),
         "gen_ai.response.finish_reason": first.finish_reason or "abort",
-        "gen_ai.latency.e2e": end - first.times.arrival if first.times.arrival else None,
         "specinfer.num_draft_tokens": total.num_draft_tokens,
         "specinfer.num_accepted_tokens": total.num_accepted_draft_tokens,
         "specinfer.tokens_per_pass": total.tokens_per_pass,
     }
-    if scheduled is not None:
-        attributes["gen_ai.latency.time_in_queue"] = scheduled - first.times.arrival
-        attributes["gen_ai.latency.time_in_model_inference"] = end - scheduled
-    if scheduled is not None and first_token is not None:
-        attributes["gen_ai.latency.time_to_first_token"] = first_token - first.times.arrival
-        attributes["gen_ai.latency.time_in_model_prefill"] = first_token - scheduled
-        attributes["gen_ai.latency.time_in_model_decode"] = end - first_token
-    return attributes
+    return attributes | {f"gen_ai.latency.{name}": durations.get(phase) for name, phase in _LATENCIES.items()}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -11,11 +11,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from specinfer.core.errors import RequestError, reworded
+from specinfer.core.errors import RequestError
 from specinfer.server.call import Call
 from specinfer.server.completions import completion_params, read_prompt
 from specinfer.server.conversations import ReadConversation, queue_conversation, read_conversation, read_newest
-from specinfer.server.errors import renamed, unsupported
+from specinfer.server.dialects import OPTIONS
+from specinfer.server.errors import unsupported
 from specinfer.server.json_body import ParsedRoute
 from specinfer.server.logprobs import TokenTexts
 from specinfer.server.ollama_pieces import Pieces, formatted
@@ -42,14 +43,6 @@ _REFUSED = {
     "images": "only text is served",
     "template": "templates come with the model or from the operator; use raw for a prompt that is formatted already",
 }
-# Names of the completion endpoints that errors begin with, and their names here.
-_SAME = ("frequency_penalty", "min_p", "presence_penalty", "seed", "stop", "temperature", "top_k", "top_p")
-_NAMES = {
-    r"^max_tokens\b": "options.num_predict",
-    r"^repetition_penalty\b": "options.repeat_penalty",
-    r"^response_format(\.schema)?\b": "format",
-    rf"^({'|'.join(_SAME)})\b": r"options.\1",
-}
 
 
 class Options(BaseModel):
@@ -70,7 +63,7 @@ class Options(BaseModel):
 
     def as_fields(self) -> dict[str, Any]:
         """Return the options as fields of the completion endpoints."""
-        fields = self.model_dump(include=set(_SAME), exclude_none=True) | {"repetition_penalty": self.repeat_penalty}
+        fields = self.model_dump(include=set(OPTIONS), exclude_none=True) | {"repetition_penalty": self.repeat_penalty}
         is_limited = self.num_predict is not None and self.num_predict > 0  # others: until the context is full
         others = (self.model_extra or {}).items()
         ignored = {f"options.{name}": value for name, value in others if name not in _WITHOUT_EFFECT}
@@ -171,7 +164,7 @@ async def chat(fields: OllamaChatFields, request: Request) -> Response:
 async def _answer(request: Request, fields: OllamaFields, asked: ChatFields | CompletionFields, kind: str) -> Response:
     check_single(asked, {})
     headers = asked.check()
-    call = Call.from_request(request, asked, lambda error: reworded(error, renamed(str(error), _NAMES)))
+    call = Call.from_request(request, asked)
     return await respond(request, _begin(call, fields, asked, kind), headers)
 
 
@@ -189,7 +182,7 @@ async def _begin(call: Call, fields: OllamaFields, asked: ChatFields | Completio
     taken, generation = await queue_conversation(call, read)
     texts = await TokenTexts.from_engine(engine) if fields.logprobs else None
     pieces = Pieces(fields.model or call.model, kind, generation, taken.blocks(), texts, fields.top_logprobs or 0)
-    return PendingResponse(asked, [generation], pieces, taken.ignored, _NAMES)
+    return PendingResponse(asked, [generation], pieces, taken.ignored)
 
 
 def served_name(request: Request, name: str | None) -> str | None:

@@ -8,10 +8,10 @@ from typing import Any
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
 from specinfer.server.blocks import Block, Blocks
+from specinfer.server.dialects import Event, to_json
 from specinfer.server.generations import metrics_of
 from specinfer.server.json_body import read_generated
 from specinfer.server.logprobs import TokenTexts, chat_logprobs
-from specinfer.server.stream import Event, to_json
 
 
 class Pieces:

@@ -78,8 +78,7 @@ async def ping(request: Request) -> JSONResponse:
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
     """Report the numbers of all, running and waiting outputs."""
-    engine = state_of(request).engine
-    return {"server_load": engine.num_live, "num_running": engine.num_running, "num_waiting": engine.num_waiting}
+    return state_of(request).load()
 
 
 @router.get("/version")

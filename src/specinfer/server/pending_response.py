@@ -6,7 +6,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -18,13 +18,14 @@ from specinfer.generation import Generation
 from specinfer.server.auth import route_path
 from specinfer.server.call import Call
 from specinfer.server.config import ServerConfig
-from specinfer.server.errors import ApiError, renamed
+from specinfer.server.dialects import Event, dialect_of, to_json
+from specinfer.server.errors import ApiError
 from specinfer.server.field_checks import with_ignored
 from specinfer.server.generations import chunks_of, close_all, finish_all, metrics_of, usage_of
 from specinfer.server.logprobs import TokenTexts
 from specinfer.server.protocol import SharedFields
 from specinfer.server.state import state_of
-from specinfer.server.stream import Event, EventStream, dialect_of, to_json, until_disconnect
+from specinfer.server.stream import EventStream, until_disconnect
 from specinfer.server.trace import step_record
 
 # The description for /openapi.json.
@@ -60,7 +61,6 @@ class PendingResponse:
 
     Attributes:
         ignored: Names of what was ignored when the prompt was read; the header of ignored fields has them, too.
-        names: Patterns of the names of fields in OpenAI's endpoints, and the names in this API.
         fail: Returns the events that end a stream with an error, if it is not the dialect's one event.
         is_slow: Whether a thread formats what may be large, such as log-probabilities and trees.
         returns_progress: Whether the writer's events report how far the prompts are read.
@@ -70,7 +70,6 @@ class PendingResponse:
     generations: Sequence[Generation]
     writer: Writer
     ignored: Sequence[str] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
     fail: Callable[[ApiError], Sequence[Event]] | None = None
     is_slow: bool = False
     returns_progress: bool = False
@@ -124,9 +123,10 @@ async def respond(
     """
     pending = await until_disconnect(request, work)
     ignored = [*pending.ignored, *(name for generation in pending.generations for name in generation.ignored)]
-    headers = with_ignored(headers, [renamed(name, pending.names) for name in ignored])
+    dialect = dialect_of(route_path(request.scope))
+    headers = with_ignored(headers, map(dialect.renamed, ignored))
     if pending.fields.stream:
-        events, dialect = pending.events(state_of(request).config), dialect_of(route_path(request.scope))
+        events = pending.events(state_of(request).config)
         return EventStream(events, pending.close, headers, dialect, pending.fail)
     return Response(await until_disconnect(request, pending.whole()), headers=headers, media_type="application/json")
 

@@ -10,11 +10,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from specinfer.core.errors import RequestError, reworded
 from specinfer.core.sampling import SamplingParams
 from specinfer.server.call import Call
 from specinfer.server.conversations import Conversation, ReadConversation, queue_conversation, read_conversation
-from specinfer.server.errors import ApiError, renamed
+from specinfer.server.errors import ApiError
 from specinfer.server.json_body import ParsedRoute
 from specinfer.server.pending_response import RESPONSES, PendingResponse, respond
 from specinfer.server.responses_fields import ResponsesFields, added_tools, flat_tools, read_input
@@ -22,12 +21,6 @@ from specinfer.server.responses_items import ResponseItems
 from specinfer.server.stream import until_disconnect
 
 router = APIRouter(route_class=ParsedRoute)
-# Names of chat completions in errors, and their names here.
-_NAMES = {
-    r"\bmax_tokens\b": "max_output_tokens",
-    r"\bresponse_format\b": "text.format",
-    r"\breasoning_effort\b": "reasoning.effort",
-}
 
 
 @router.post("/v1/responses", responses=RESPONSES)
@@ -75,16 +68,12 @@ async def _begin(call: Call, fields: ResponsesFields, read: Callable[[], ReadCon
         has_summaries=(fields.reasoning or {}).get("summary") not in (None, "none"),
         seals="reasoning.encrypted_content" in (fields.include or ()),
     )
-    return PendingResponse(fields, [generation], items, conversation.ignored, _NAMES, items.fail)
+    return PendingResponse(fields, [generation], items, conversation.ignored, items.fail)
 
 
 def _call(request: Request, fields: ResponsesFields) -> tuple[Call, Callable[[], ReadConversation]]:
     """Return a request as a call, and a function that reads its conversation."""
     conversation = Conversation("input")
-
-    def named(error: RequestError) -> RequestError:
-        of_input = conversation.named(error)
-        return reworded(of_input, renamed(str(of_input), _NAMES))
 
     def read() -> ReadConversation:
         read_input(fields, conversation)
@@ -94,7 +83,7 @@ def _call(request: Request, fields: ResponsesFields) -> tuple[Call, Callable[[],
         ignored = [*fields.unread_keys(), *dict.fromkeys(conversation.ignored), *names]
         return replace(asked, ignored=ignored, calls=calls)
 
-    call = Call.from_request(request, fields, named)
+    call = Call.from_request(request, fields, conversation.named)
     return call, read
 
 

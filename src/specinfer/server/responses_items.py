@@ -9,10 +9,10 @@ from typing import Any
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
 from specinfer.server.blocks import Block, BlockEvent, Blocks, sealed
+from specinfer.server.dialects import Event, to_json
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import metrics_of, usage_of
 from specinfer.server.json_body import read_generated
-from specinfer.server.stream import Event, to_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,11 @@ class ServerState:
             raise shutting_down()
         engine.check_working()
 
+    def load(self) -> dict[str, int]:
+        """Return the numbers of all, running and waiting outputs."""
+        engine = self.engine
+        return {"server_load": engine.num_live, "num_running": engine.num_running, "num_waiting": engine.num_waiting}
+
     @property
     def model_names(self) -> tuple[str, ...]:
         """Names that clients may ask for: those of the model, and of its adapters."""

@@ -1,115 +1,21 @@
-"""Streams of events in the frames of each API (`Dialect`), and clients that disconnect; an error is the last event.
+"""Streams of events, and clients that disconnect; an error is the last event.
 
-Events are plain dicts: a stream may have thousands a second, and they need no validation. Work for a client that has
-disconnected is ended at once. ASGI reports that as the next message after the body, which must have been read before.
+Work for a client that has disconnected is ended at once. ASGI reports that as the next message after the body, which
+must have been read before.
 """
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from specinfer.server.dialects import OPENAI, Dialect
 from specinfer.server.errors import ApiError, as_api_error
-
-Event = Mapping[str, Any]
-
-
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
-
-
-def to_json(value: object) -> bytes:
-    """Return JSON in ASCII: some readers of events split lines at Unicode line separators too."""
-    return _ENCODER.encode(value).encode()
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """The frames of one API's streams, and its error objects.
-
-    Attributes:
-        line: Formats an event.
-        error: Returns the body of a response that reports an error; in a stream it is an event.
-        is_end: Returns whether these bytes of a stream are its last ones.
-        ping: Sent when nothing has come for a while.
-        done: Sent after the last event.
-    """
-
-    media_type: str
-    line: Callable[[Event], bytes]
-    error: Callable[[ApiError], dict[str, Any]]
-    is_end: Callable[[bytes], bool]
-    ping: bytes = b""
-    done: bytes = b""
-
-
-def _server_sent(event: Event) -> bytes:
-    """Format a server-sent event; one with a "type", as in responses, gets an event name."""
-    kind = event.get("type")
-    name = b"" if kind is None else b"event: " + str(kind).encode() + b"\n"
-    return name + b"data: " + to_json(event) + b"\n\n"
-
-
-_ANTHROPIC_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def _anthropic_error(error: ApiError) -> dict[str, Any]:
-    kind = _ANTHROPIC_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.plain_message, "code": error.code}}
-
-
-def _ollama_error(error: ApiError) -> dict[str, Any]:
-    return {"error": error.plain_message, "code": error.code}
-
-
-_DONE = b"data: [DONE]\n\n"
-OPENAI = Dialect(
-    "text/event-stream", _server_sent, ApiError.body, lambda data: data.endswith(_DONE), b": ping\n\n", _DONE
-)
-ANTHROPIC = Dialect(
-    "text/event-stream",
-    _server_sent,
-    _anthropic_error,
-    lambda data: data.endswith(b'{"type":"message_stop"}\n\n'),
-    _server_sent({"type": "ping"}),
-)
-OLLAMA = Dialect(
-    "application/x-ndjson",
-    lambda event: to_json(event) + b"\n",
-    _ollama_error,
-    lambda data: b'"done":true' in data.rstrip(b"\n").rpartition(b"\n")[2],
-)
-
-
-def dialect_of(path: str) -> Dialect:
-    """Return the dialect of the API that a path belongs to."""
-    if path.startswith("/api/"):
-        return OLLAMA
-    return ANTHROPIC if path == "/v1/messages" or path.startswith("/v1/messages/") else OPENAI
-
-
-def code_of(body: bytes) -> str | None:
-    """Return the code of an error in any dialect, or None if the body is none."""
-    try:
-        content = json.loads(body)
-        return str(content["code"] if "code" in content else content["error"]["code"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
 
 logger = logging.getLogger(__name__)
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not buffer events

@@ -81,9 +81,8 @@ class EngineReplica:
 
     async def load(self) -> dict[str, int]:
         """Return the numbers of all, running and waiting outputs."""
-        engine = self._engine
-        await engine.check_health()
-        return {"server_load": engine.num_live, "num_running": engine.num_running, "num_waiting": engine.num_waiting}
+        await self._engine.check_health()
+        return self._state.load()
 
     async def scrape(self) -> tuple[str, str]:
         """Return the replica's name and its metrics as text."""

@@ -3,10 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-
-from specinfer.server.errors import STATUS_OF
-from specinfer.server.metrics import PREFIX, as_vllm
+from specinfer.server.metrics import ModelRegistry, as_vllm
 
 PORT = "port"  # the label of the router's process, in place of a replica's name
 _SAMPLE = re.compile(r"([^{\s]+)(?:\{(.*)\})? (\S+(?: \S+)?)")
@@ -20,36 +17,25 @@ class RouterMetrics:
     """
 
     def __init__(self, model_name: str, prefix: str = "specinfer") -> None:
-        self.registry = CollectorRegistry()
-        self._prefix = prefix
-        self._model_name = model_name
-        self._refused = self._counter("request_refused", "Requests that were refused, by the code they got.", "reason")
-        self._moved = self._counter(
+        own, self._prefix = ModelRegistry(model_name), prefix
+        self.count_refusal, self._scrape = own.count_refusal, own.scrape
+        self._moved = own.counter(
             "replica_answers_lost",
             "Requests that a replica did not complete: refused, lost (both: another was asked) or failed.",
             "how",
         )
-        self._replicas = self._gauge("replicas", "Replicas that answer.")
-        self._live = self._gauge("replica_requests", "Requests that are with replicas.")
-
-    def count_refusal(self, code: str) -> None:
-        self._refused.labels(self._model_name, code if code in STATUS_OF else "other").inc()
+        self._replicas = own.gauge("replicas", "Replicas that answer.")
+        self._live = own.gauge("replica_requests", "Requests that are with replicas.")
 
     def count_moved(self, how: str) -> None:
-        self._moved.labels(self._model_name, how).inc()
+        self._moved(how).inc()
 
     def scrape(self, *, num_replicas: int, num_live: int) -> str:
         """Return all metrics as text."""
-        self._replicas.labels(self._model_name).set(num_replicas)
-        self._live.labels(self._model_name).set(num_live)
-        text = generate_latest(self.registry)
+        self._replicas.set(num_replicas)
+        self._live.set(num_live)
+        text = self._scrape()
         return (as_vllm(text) if self._prefix == "vllm" else text).decode()
-
-    def _counter(self, name: str, help: str, label: str) -> Counter:
-        return Counter(PREFIX + name, help, ["model_name", label], registry=self.registry)
-
-    def _gauge(self, name: str, help: str) -> Gauge:
-        return Gauge(PREFIX + name, help, ["model_name"], registry=self.registry)
 
 
 def merged(texts: Mapping[str, str]) -> str:

@@ -17,11 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specinfer.server.app import checks
 from specinfer.server.auth import route_path
 from specinfer.server.config import ServerConfig
+from specinfer.server.dialects import code_of, dialect_of
 from specinfer.server.errors import ApiError
 from specinfer.server.replicas.messages import ResponseHead, prefix_digests, replica_scope, unpack_response
 from specinfer.server.replicas.metrics import PORT, RouterMetrics, merged
 from specinfer.server.state import loading, quotas_of, shutting_down
-from specinfer.server.stream import code_of, dialect_of, run_until, wait_for_disconnect
+from specinfer.server.stream import run_until, wait_for_disconnect
 
 logger = logging.getLogger(__name__)
 _ELSEWHERE = frozenset({"queue_full", "shutting_down", "loading", "engine_unavailable", "too_many_connections"})
