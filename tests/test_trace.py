@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from serving import events_of, served
+from serving import events_of, serve
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.speculation import StepTrace, TracedNode
 from specinfer.server import trace
+from specinfer.server.state import ServerState
 from specinfer.server.trace import TokenDecoder, TraceFile, changed_params, step_record
 
 pytestmark = pytest.mark.usefixtures("small_demo")
@@ -120,15 +122,14 @@ def test_a_client_gets_the_steps_of_its_own_request_and_only_if_it_asks(llm: LLM
     body = {"max_tokens": 24, "temperature": 0.7, "seed": 5, "stream": True, "return_token_ids": True}
     body["speculative"] = {"tree": "3,2,1"}
 
-    async def run() -> list[str]:
-        async with served(llm) as (client, engine):
-            file = TraceFile(str(tmp_path / "trace.jsonl"), engine, ("tiny",))
-            asked = [body | {"prompt": "def f(", "trace": True}, body | {"prompt": "class A"}]
-            answers = await asyncio.gather(*(client.post("/v1/completions", json=each) for each in asked))
-            file.close()
-            return [answer.text for answer in answers]
+    async def run(client: httpx.AsyncClient, state: ServerState) -> list[str]:
+        file = TraceFile(str(tmp_path / "trace.jsonl"), state.engine, ("tiny",))
+        asked = [body | {"prompt": "def f(", "trace": True}, body | {"prompt": "class A"}]
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=each) for each in asked))
+        file.close()
+        return [answer.text for answer in answers]
 
-    traced, plain = map(events_of, asyncio.run(run()))
+    traced, plain = map(events_of, serve(llm, run))
     assert not any("specinfer" in event for event in plain)
     assert "nodes" not in json.dumps(plain)
     said: list[int] = []

@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from call_templates import CALLS, FUNCTIONS, template_of, written
+from parsing import is_response, parse, pieces_of, reader_of
 from specinfer import SamplingParams
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.inputs.chat.forms import written_calls
@@ -36,7 +37,7 @@ from specinfer.inputs.formats.calls import (
     CallFormat,
     TaggedArguments,
 )
-from specinfer.inputs.formats.parser import OutputDelta, OutputParser
+from specinfer.inputs.formats.parser import OutputParser
 from specinfer.inputs.prompts import PromptReader
 from talking import make_talker
 
@@ -48,29 +49,8 @@ def _calls_for(call_format: CallFormat) -> list[tuple[str, dict[str, Any]]]:
     return CALLS if call_format.is_repeated else CALLS[:1]
 
 
-def _read(parser: OutputParser, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]], list[str | None]]:
-    """Return content, thought, calls and the ids of calls."""
-    deltas: list[OutputDelta] = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
-    calls: list[list[str]] = []
-    for delta in deltas:
-        if delta.index is None:
-            assert (delta.id, delta.name, delta.arguments) == (None, None, "")
-            assert delta.content or delta.reasoning
-        elif delta.name is not None:
-            assert (delta.index, delta.arguments) == (len(calls), ""), "the first delta of a call has no arguments"
-            calls.append([delta.name, ""])
-        else:
-            calls[delta.index][1] += delta.arguments
-    content, thought = ("".join(getattr(delta, kind) for delta in deltas) for kind in ("content", "reasoning"))
-    return content, thought, [(name, text) for name, text in calls], [one.id for one in deltas if one.name is not None]
-
-
 def _json(calls: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in calls]
-
-
-def _pieces(text: str, size: int) -> list[str]:
-    return [text[i : i + size] for i in range(0, len(text), size)]
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -82,7 +62,7 @@ def test_calls_are_read_as_written_in_pieces_of_every_size(call_format: CallForm
     text = written(call_format, calls)
     for size in (*range(1, 12), len(text)):
         parser = OutputParser(call_format, FUNCTIONS)
-        content, _, found, _ = _read(parser, _pieces(text, size))
+        content, _, found, _ = parse(parser, pieces_of(text, size))
         assert (content, _json(found)) == ("", calls)
         assert parser.has_whole_calls
 
@@ -91,18 +71,18 @@ def test_calls_are_read_as_written_in_pieces_of_every_size(call_format: CallForm
 def test_text_before_a_call_is_content_without_the_whitespace_between(call_format: CallFormat) -> None:
     text = "I look <b>.\n\n" + written(call_format, CALLS[:1]) + "\n"
     for size in (1, 3, len(text)):
-        content, _, found, _ = _read(OutputParser(call_format, FUNCTIONS), _pieces(text, size))
+        content, _, found, _ = parse(OutputParser(call_format, FUNCTIONS), pieces_of(text, size))
         assert (content, _json(found)) == ("I look <b>.", CALLS[:1])
 
 
 @pytest.mark.parametrize("call_format", FORMATS, **ids)
 def test_a_call_that_is_cut_off_leaves_no_markup_and_never_other_arguments(call_format: CallFormat) -> None:
     text = written(call_format, CALLS[:1])
-    whole = _read(OutputParser(call_format, FUNCTIONS), [text])[2][0][1]
+    whole = parse(OutputParser(call_format, FUNCTIONS), [text])[2][0][1]
     marks = {mark for mark in call_format.texts if len(mark) > 3} - {"json", "function", "call:"}
     for end in range(len(text)):
         for size in (1, end or 1):
-            content, _, found, _ = _read(OutputParser(call_format, FUNCTIONS), _pieces(text[:end], size))
+            content, _, found, _ = parse(OutputParser(call_format, FUNCTIONS), pieces_of(text[:end], size))
             assert not [mark for mark in marks if mark in content]
             assert all(whole.startswith(arguments) for _, arguments in found)
 
@@ -118,15 +98,15 @@ def test_any_texts_and_numbers_come_back(arguments: dict[str, Any]) -> None:
         given = {key: value for key, value in arguments.items() if not isinstance(value, str) or end not in value}
         properties = {key: {"type": "string"} for key, value in given.items() if isinstance(value, str)}
         text = written(call_format, [("f", given)])
-        found = _read(OutputParser(call_format, {"f": {"properties": properties}}), _pieces(text, 5))[2]
+        found = parse(OutputParser(call_format, {"f": {"properties": properties}}), pieces_of(text, 5))[2]
         assert _json(found) == [("f", given)], call_format.name
 
 
 @given(st.text('<tol_ca>/[{}]" \n\\:,nameArgumts(=)|`', max_size=60), st.integers(1, 7))
 def test_what_is_no_call_comes_out_as_it_is_whatever_the_pieces(text: str, size: int) -> None:
     for call_format in FORMATS:
-        wanted = _read(OutputParser(call_format, FUNCTIONS), [text])[:3]
-        assert _read(OutputParser(call_format, FUNCTIONS), _pieces(text, size))[:3] == wanted
+        wanted = parse(OutputParser(call_format, FUNCTIONS), [text])[:3]
+        assert parse(OutputParser(call_format, FUNCTIONS), pieces_of(text, size))[:3] == wanted
         if call_format.trigger not in text and not call_format.has_channels:
             assert wanted == (text, "", [])
 
@@ -150,7 +130,7 @@ _BARE = '{"name": "open_file", "arguments": {"path": "a", "count": 1}}'
 def test_models_of_hermes_also_write_calls_without_its_tags(text: str) -> None:
     for call_format in (HERMES, SYSTEM_PROMPT_FORMAT):
         for size in (1, 4, len(text)):
-            content, _, calls, _ = _read(OutputParser(call_format, FUNCTIONS), _pieces(text, size))
+            content, _, calls, _ = parse(OutputParser(call_format, FUNCTIONS), pieces_of(text, size))
             assert _json(calls) == [("open_file", {"path": "a", "count": 1})]
             assert content in ("", "I look.", "I look:")
 
@@ -169,23 +149,23 @@ def test_models_of_hermes_also_write_calls_without_its_tags(text: str) -> None:
 )
 def test_json_that_is_no_call_of_a_function_of_the_request_is_content(text: str) -> None:
     for size in (1, 4, len(text)):
-        assert _read(OutputParser(HERMES, FUNCTIONS), _pieces(text, size))[:3] == (text, "", [])
+        assert parse(OutputParser(HERMES, FUNCTIONS), pieces_of(text, size))[:3] == (text, "", [])
 
 
 def test_other_members_of_a_call_are_left_out() -> None:
     text = (
         '[TOOL_CALLS][{"name": "list.all", "arguments": {}, "id": "abc}defgh"}, {"name": "list.all", "arguments": {}}]'
     )
-    assert _read(OutputParser(CALL_FORMATS["mistral"], FUNCTIONS), [text])[2] == [("list.all", "{}")] * 2
+    assert parse(OutputParser(CALL_FORMATS["mistral"], FUNCTIONS), [text])[2] == [("list.all", "{}")] * 2
     text = '{"name": "list.all", "arguments": {}}'
-    assert _read(OutputParser(LLAMA, FUNCTIONS), [text])[2] == [("list.all", "{}")], "some write this key"
+    assert parse(OutputParser(LLAMA, FUNCTIONS), [text])[2] == [("list.all", "{}")], "some write this key"
     text = 'functools[{"name": "list.all", "arguments": {}}]'
-    assert _read(OutputParser(CALL_FORMATS["phi4_mini_json"], FUNCTIONS), [text])[2] == [("list.all", "{}")]
+    assert parse(OutputParser(CALL_FORMATS["phi4_mini_json"], FUNCTIONS), [text])[2] == [("list.all", "{}")]
 
 
 def test_ids_are_those_that_the_template_writes_back() -> None:
     text = written_calls(KIMI_K2, [*CALLS, CALLS[1]])
-    assert _read(OutputParser(KIMI_K2), [text])[3] == [
+    assert parse(OutputParser(KIMI_K2), [text])[3] == [
         "functions.open_file:0", "functions.list.all:1", "functions.list.all:2",
     ]  # fmt: skip
 
@@ -200,7 +180,7 @@ def test_values_in_tags_have_the_type_of_the_schema() -> None:
     values = {"a": "1", "b": "null", "c": "7", "d": "[1]", "e": "1", "f": "True", "g": "1.", "h": "NaN"}
     text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     text = f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>"
-    ((_, arguments),) = _read(OutputParser(QWEN3_CODER, {"f": {"properties": schema}}), _pieces(text, 3))[2]
+    ((_, arguments),) = parse(OutputParser(QWEN3_CODER, {"f": {"properties": schema}}), pieces_of(text, 3))[2]
     assert json.loads(arguments) == {
         "a": "1", "b": None, "c": 7, "d": [1], "e": "1", "f": True, "g": "1.", "h": "NaN",
     }  # fmt: skip
@@ -211,7 +191,7 @@ def test_line_breaks_of_a_value_are_kept_but_for_those_of_the_tags() -> None:
     for call_format in (QWEN3_CODER, SEED_OSS, CALL_FORMATS["minimax_m2"], CALL_FORMATS["glm45"]):
         text = written_calls(call_format, [("open_file", {"path": value})])
         for size in (1, 2, len(text)):
-            found = _read(OutputParser(call_format, FUNCTIONS), _pieces(text, size))[2]
+            found = parse(OutputParser(call_format, FUNCTIONS), pieces_of(text, size))[2]
             assert _json(found) == [("open_file", {"path": value})]
 
 
@@ -219,10 +199,10 @@ def test_line_breaks_of_a_value_are_kept_but_for_those_of_the_tags() -> None:
 def test_python_is_converted_and_not_evaluated(call_format: CallFormat) -> None:
     before, after = written_calls(call_format, [("f", {})]).split("f()")
     text = f"{before}f(a='x\\'\\n\\x41', b=\"\\u00e9\", c=(1, 2,), d=None, e={{'k': True}}, f=-1.5){after}"
-    ((_, arguments),) = _read(OutputParser(call_format), _pieces(text, 3))[2]
+    ((_, arguments),) = parse(OutputParser(call_format), pieces_of(text, 3))[2]
     assert json.loads(arguments) == {"a": "x'\nA", "b": "é", "c": [1, 2], "d": None, "e": {"k": True}, "f": -1.5}
     for wrong in ("f(1 + 1)", "f(a=open('x'))", "f(a=", "f(**x)", "f(a=1 if 1 else 2)"):
-        content, _, calls, _ = _read(OutputParser(call_format), [f"{before}{wrong}{after}"])
+        content, _, calls, _ = parse(OutputParser(call_format), [f"{before}{wrong}{after}"])
         assert not calls
         assert wrong in content or not content
 
@@ -231,7 +211,7 @@ def test_python_is_converted_and_not_evaluated(call_format: CallFormat) -> None:
 def test_a_call_after_one_whose_arguments_cannot_be_read_is_read(name: str) -> None:
     call = written_calls(CALL_FORMATS[name], [("f", {"x": 1})])
     wrong = call.replace("1", "1 + 1")
-    content, _, calls, _ = _read(OutputParser(CALL_FORMATS[name]), [wrong + call])
+    content, _, calls, _ = parse(OutputParser(CALL_FORMATS[name]), [wrong + call])
     assert content == wrong
     assert _json(calls) == [("f", {"x": 1})]
 
@@ -244,7 +224,7 @@ def test_arguments_that_cannot_be_read_take_time_in_proportion_to_their_length(n
     words = f"{before}{'x' * 50_000} {'x' * 50_000}{after}"
     began = time.process_time()
     for text in (nested, words):
-        content, _, calls, _ = _read(OutputParser(CALL_FORMATS[name]), [text])
+        content, _, calls, _ = parse(OutputParser(CALL_FORMATS[name]), [text])
         assert (content, calls) == (text, [])
     assert time.process_time() - began < 4
 
@@ -255,13 +235,13 @@ def test_messages_of_gpt_oss_are_read_by_their_channels() -> None:
         '<|start|>assistant to=functions.open_file<|channel|>commentary json<|message|>{"path": "a"}<|call|>'
     )
     for size in (*range(1, 9), len(text)):
-        assert _read(OutputParser(HARMONY, FUNCTIONS), _pieces(text, size))[:3] == (
+        assert parse(OutputParser(HARMONY, FUNCTIONS), pieces_of(text, size))[:3] == (
             "I look.", "Hm.", [("open_file", '{"path": "a"}')],
         )  # fmt: skip
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
-    assert _read(OutputParser(HARMONY), _pieces(text, 4))[:3] == ("Yes.", "Hm.", [])
-    assert _read(OutputParser(HARMONY), ["No channels."])[:3] == ("No channels.", "", [])
-    assert _read(OutputParser(HARMONY), ["<|channel|>anal"])[:3] == ("", "", [])
+    assert parse(OutputParser(HARMONY), pieces_of(text, 4))[:3] == ("Yes.", "Hm.", [])
+    assert parse(OutputParser(HARMONY), ["No channels."])[:3] == ("No channels.", "", [])
+    assert parse(OutputParser(HARMONY), ["<|channel|>anal"])[:3] == ("", "", [])
 
 
 # ------------------------------------------------------------------------------------------ grammars
@@ -275,26 +255,10 @@ def _tokenizer(call_format: CallFormat) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _reader(tokenizer: PreTrainedTokenizerFast) -> PromptReader:
-    return PromptReader(tokenizer, len(tokenizer), 4096, [tokenizer.eos_token_id])
-
-
 def _params(reader: PromptReader, call_format: CallFormat, *, must_call: bool, **more: Any) -> StructuredOutputsParams:
     functions = tuple(CallableFunction(name, schema) for name, schema in FUNCTIONS.items())
     made = CallGrammar(call_format, functions, must_call, True, reader.special_tokens, **more)
     return made.params(None)
-
-
-def _fits(reader: PromptReader, asked: StructuredOutputsParams, text: str) -> bool | None:
-    """Return whether a text is a response; None if it is the beginning of one."""
-    grammar = reader.grammar(SamplingParams(structured_outputs=asked))
-    assert grammar is not None
-    tokenizer = reader.tokenizer
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        if not grammar.mask(())[token]:
-            return False
-        grammar.advance(token)
-    return True if grammar.is_finished or grammar.mask(())[tokenizer.eos_token_id] else None
 
 
 @pytest.mark.parametrize("has_tokens", [False, True])
@@ -302,18 +266,18 @@ def _fits(reader: PromptReader, asked: StructuredOutputsParams, text: str) -> bo
 def test_a_grammar_takes_what_models_write_and_the_text_may_end_after_it(
     call_format: CallFormat, has_tokens: bool
 ) -> None:
-    reader = _reader(_tokenizer(call_format) if has_tokens else make_talker())
+    reader = reader_of(_tokenizer(call_format) if has_tokens else make_talker())
     calls = _calls_for(call_format)
     text = written(call_format, calls)
     for must_call in (True, False):
         asked = _params(reader, call_format, must_call=must_call)
-        assert _fits(reader, asked, text) is True
+        assert is_response(reader, asked, text) is True
         if not call_format.has_channels:
-            assert _fits(reader, asked, text + "\n") is True, "many models write a line break before they end"
-            assert _fits(reader, asked, text.rstrip() + " and so on") is False
-        assert not _fits(reader, asked, text.replace("list.all", "list.none").replace("open_file", "close_file"))
-        assert _fits(reader, asked, text[: text.index("open_file") + 4]) is None
-    assert not _fits(reader, _params(reader, call_format, must_call=True), "I would rather not.")
+            assert is_response(reader, asked, text + "\n") is True, "many models write a line break before they end"
+            assert is_response(reader, asked, text.rstrip() + " and so on") is False
+        assert not is_response(reader, asked, text.replace("list.all", "list.none").replace("open_file", "close_file"))
+        assert is_response(reader, asked, text[: text.index("open_file") + 4]) is None
+    assert not is_response(reader, _params(reader, call_format, must_call=True), "I would rather not.")
 
 
 _ENDS = "}])\"'<:,"
@@ -324,7 +288,7 @@ _ENDS = "}])\"'<:,"
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_a_grammar_forces_is_read_as_a_call_that_fits_the_schema(call_format: CallFormat, seed: int) -> None:
     tokenizer = _tokenizer(call_format)
-    reader, rng = _reader(tokenizer), random.Random(seed)
+    reader, rng = reader_of(tokenizer), random.Random(seed)
     grammar = reader.grammar(SamplingParams(structured_outputs=_params(reader, call_format, must_call=True)))
     assert grammar is not None
     chosen: list[int] = []
@@ -343,7 +307,7 @@ def test_whatever_a_grammar_forces_is_read_as_a_call_that_fits_the_schema(call_f
         grammar.advance(token)
         assert len(chosen) < 2000, tokenizer.decode(chosen[:300])
     text = tokenizer.decode(chosen, skip_special_tokens=False)
-    content, _, calls, _ = _read(OutputParser(call_format, FUNCTIONS), _pieces(text, 7))
+    content, _, calls, _ = parse(OutputParser(call_format, FUNCTIONS), pieces_of(text, 7))
     assert calls
     if not call_format.has_channels:
         assert content.strip() == ""
@@ -360,12 +324,12 @@ def test_whatever_a_grammar_forces_is_read_as_a_call_that_fits_the_schema(call_f
 
 @pytest.mark.parametrize("call_format", FORMATS, **ids)
 def test_the_format_is_found_by_what_the_template_writes(call_format: CallFormat) -> None:
-    found = _reader(make_talker(template_of(call_format))).call_format
+    found = reader_of(make_talker(template_of(call_format))).call_format
     assert found == replace(call_format, has_text_arguments=False)
 
 
 def test_a_template_may_take_arguments_as_text() -> None:
-    reader = _reader(make_talker(template_of(CALL_FORMATS["deepseek_v3"], as_text=True)))
+    reader = reader_of(make_talker(template_of(CALL_FORMATS["deepseek_v3"], as_text=True)))
     assert reader.call_format == replace(CALL_FORMATS["deepseek_v3"], has_text_arguments=True)
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     ids = reader.read_chat([{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}], tools=None)
@@ -374,7 +338,7 @@ def test_a_template_may_take_arguments_as_text() -> None:
 
 def test_calls_that_a_template_leaves_out_are_written_into_the_content() -> None:
     template = template_of(HERMES, leaves_out=True) + "{# <tool_call> </tool_call> #}"
-    reader = _reader(make_talker(template))
+    reader = reader_of(make_talker(template))
     assert reader.call_format == replace(HERMES, writes_calls=False)
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "So.", "tool_calls": [call]}]
@@ -387,7 +351,7 @@ def test_calls_that_a_template_leaves_out_are_written_into_the_content() -> None
 def test_templates_without_tools_or_with_unknown_calls_have_the_format_of_the_message() -> None:
     unknown = template_of(replace(HERMES, call=("<<", *HERMES.call[2:-2], ">>")))
     for template in ("{{ messages }}", unknown.replace('"arguments"', '"values"'), "{% if tools %}{{ tools }}"):
-        assert _reader(make_talker(template)).call_format == SYSTEM_PROMPT_FORMAT
+        assert reader_of(make_talker(template)).call_format == SYSTEM_PROMPT_FORMAT
 
 
 def test_the_operator_may_name_the_formats() -> None:
@@ -402,8 +366,8 @@ def test_the_operator_may_name_the_formats() -> None:
 
 def test_pythonic_calls_come_first_or_not_at_all() -> None:
     text = "See [open_file(path='a', count=1)]"
-    assert _read(OutputParser(PYTHONIC, FUNCTIONS), _pieces(text, 3))[:3] == (text, "", [])
-    assert _read(OutputParser(PYTHONIC, FUNCTIONS), ["[1, 2] are"])[:3] == ("[1, 2] are", "", [])
+    assert parse(OutputParser(PYTHONIC, FUNCTIONS), pieces_of(text, 3))[:3] == (text, "", [])
+    assert parse(OutputParser(PYTHONIC, FUNCTIONS), ["[1, 2] are"])[:3] == ("[1, 2] are", "", [])
 
 
 def test_the_documentation_names_every_format() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parsing import reader_of
 from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.conversations import read_conversations
 from specinfer.inputs.prompts import PromptReader
@@ -24,8 +25,7 @@ RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}
 
 
 def _reader(template: Any = PLAIN, max_model_len: int = 4096, **options: Any) -> PromptReader:
-    tokenizer = make_talker(template, **options)
-    return PromptReader(tokenizer, len(tokenizer), max_model_len, [tokenizer.eos_token_id])
+    return reader_of(make_talker(template, **options), max_model_len)
 
 
 READERS = {name: _reader(text) for name, text in {"plain": PLAIN, "hermes": HERMES}.items()}

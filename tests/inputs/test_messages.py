@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from parsing import reader_of
 from specinfer.core.errors import RequestError
 from specinfer.inputs.chat.messages import unread_keys
 from specinfer.inputs.prompts import PromptReader
@@ -40,8 +41,7 @@ ALTERNATING = (
 
 
 def make_reader(template: str) -> PromptReader:
-    tokenizer = make_talker(template)
-    return PromptReader(tokenizer, len(tokenizer), 1 << 16, [tokenizer.eos_token_id])
+    return reader_of(make_talker(template), 1 << 16)
 
 
 READERS = {text: make_reader(text) for text in (PLAIN, HERMES, LLAMA, MISTRAL, ITERATING, ALTERNATING)}

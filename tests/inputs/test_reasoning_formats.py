@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from call_templates import CALLS, FUNCTIONS, written
+from parsing import parse, pieces_of
 from specinfer.core.thought import Reasoning
 from specinfer.inputs.chat.output_formats import OutputFormats
 from specinfer.inputs.formats.calls import HERMES, QWEN3_CODER, SYSTEM_PROMPT_FORMAT
@@ -24,13 +25,8 @@ def _reasoning(found: ReasoningFormat, *, is_open: bool) -> Reasoning:
 
 
 def _split(parser: OutputParser, pieces: Sequence[str]) -> tuple[str, str, int]:
-    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
-    thought, content = ("".join(getattr(delta, kind) for delta in deltas) for kind in ("reasoning", "content"))
-    return thought, content, sum(delta.name is not None for delta in deltas)
-
-
-def _pieces(text: str, size: int) -> list[str]:
-    return [text[i : i + size] for i in range(0, len(text), size)]
+    found = parse(parser, pieces)
+    return found.thought, found.content, len(found.calls)
 
 
 @pytest.mark.parametrize("found", DISTINCT, ids=DISTINCT.values())
@@ -44,7 +40,7 @@ def test_thoughts_are_split_from_answers_and_calls_in_pieces_of_every_size(
     text = f"{'' if is_open else found.start}\n{thought}\n{found.end}\n\n{answer}{after}"
     for size in (*range(1, 12), len(text)):
         parser = OutputParser(HERMES if calls else None, FUNCTIONS, _reasoning(found, is_open=is_open))
-        assert _split(parser, _pieces(text, size)) == (thought, answer, calls)
+        assert _split(parser, pieces_of(text, size)) == (thought, answer, calls)
 
 
 @pytest.mark.parametrize("found", DISTINCT, ids=DISTINCT.values())
@@ -53,9 +49,9 @@ def test_a_thought_that_is_cut_off_is_all_thought_and_an_answer_without_one_all_
     for size in (1, 5, len(text)):
         for call_format in (None, HERMES):
             parser = OutputParser(call_format, FUNCTIONS, _reasoning(found, is_open=False))
-            assert _split(parser, _pieces(text, size)) == ("I think of <tool_call>", "", 0)
+            assert _split(parser, pieces_of(text, size)) == ("I think of <tool_call>", "", 0)
             parser = OutputParser(call_format, FUNCTIONS, _reasoning(found, is_open=False))
-            assert _split(parser, _pieces(f" So {found.end} ends it. ", size))[1] == f" So {found.end} ends it. "
+            assert _split(parser, pieces_of(f" So {found.end} ends it. ", size))[1] == f" So {found.end} ends it. "
 
 
 @given(st.text("</tik nhs>[THINK] \n\\ab", max_size=40), st.text("<think/>\nxy", max_size=20), st.integers(1, 9))
@@ -64,7 +60,7 @@ def test_the_split_does_not_depend_on_the_pieces(thought: str, answer: str, size
         for is_open in (False, True):
             text = f"{found.start}{thought}{found.end}{answer}"
             wanted = _split(OutputParser(None, None, _reasoning(found, is_open=is_open)), [text])
-            assert _split(OutputParser(None, None, _reasoning(found, is_open=is_open)), _pieces(text, size)) == wanted
+            assert _split(OutputParser(None, None, _reasoning(found, is_open=is_open)), pieces_of(text, size)) == wanted
             if found.end not in thought + answer and found.start not in thought:
                 assert wanted[0] == thought.strip()
                 assert wanted[1] == answer.lstrip()
@@ -74,7 +70,7 @@ def test_whitespace_around_a_thought_is_not_part_of_it_and_that_within_is() -> N
     text = "\n\n first\n\n  second \n\n</think>\n\n\nAnswer\n"
     for size in (1, 2, len(text)):
         parser = OutputParser(None, None, _reasoning(THINK, is_open=True))
-        assert _split(parser, _pieces(text, size)) == ("first\n\n  second", "Answer\n", 0)
+        assert _split(parser, pieces_of(text, size)) == ("first\n\n  second", "Answer\n", 0)
 
 
 def test_a_model_may_write_the_mark_that_the_prompt_has_already() -> None:
@@ -166,4 +162,4 @@ def test_thoughts_come_before_calls_of_other_formats() -> None:
         text = f"Hm.\n</think>\n\n{written(call_format, CALLS)}"
         for size in (1, 6, len(text)):
             parser = OutputParser(call_format, FUNCTIONS, _reasoning(THINK, is_open=True))
-            assert _split(parser, _pieces(text, size)) == ("Hm.", "", 2)
+            assert _split(parser, pieces_of(text, size)) == ("Hm.", "", 2)

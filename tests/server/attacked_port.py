@@ -5,18 +5,19 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx
 
+from dialects import read
 from hostile import TEXT
 from specinfer import LLM, QueueLimits
 from specinfer.server import process
 from specinfer.server.config import ServerConfig
 from specinfer.server.listening import listening
+from worlds import await_that
 
 BODY = {"prompt": "def f", "max_tokens": 4, "seed": 1, "temperature": 0.8}
 
@@ -46,7 +47,7 @@ class Port:
         self.client = self._stack.enter_context(
             httpx.Client(base_url="{}://{}:{}".format(self._scheme, *self.place), timeout=30, verify=False)
         )
-        self.until(lambda: self.client.get("/health").status_code == 200)
+        await_that(lambda: self.client.get("/health").status_code == 200, 20)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,12 +68,6 @@ class Port:
     @property
     def is_idle(self) -> bool:
         return self._process._state.engine.num_live == 0 and not self.llm.engine.has_work
-
-    def until(self, condition: Any, seconds: float = 20) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, "what should happen does not"
-            time.sleep(0.01)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.place, timeout=20)
@@ -96,16 +91,14 @@ class Port:
             yield
         finally:
             neighbour.join(30)
-            self.until(lambda: self.is_idle)
+            await_that(lambda: self.is_idle, 20)
         assert found == [alone]
         assert self.client.post(TEXT, json=BODY).status_code == 200
         assert self.client.get("/health").status_code == 200
 
 
 def streamed(client: httpx.Client, body: dict[str, Any]) -> str:
-    answer = client.post(TEXT, json=body)
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-    return "".join(choice["text"] for event in events for choice in event["choices"])
+    return read(client.post(TEXT, json=body)).text
 
 
 def read_all(connection: socket.socket) -> bytes:

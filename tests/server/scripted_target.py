@@ -14,18 +14,22 @@ here: the next token of the script is all but certain wherever the output so far
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import httpx
 import torch
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import talking
+from dialects import DIALECTS
+from serving import Server
 from specinfer import LLM
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree
@@ -186,6 +190,35 @@ def scripted(
         with LLM(folder, **({"drafters": []} | options)) as llm:
             llm.script = follow(llm, turns)
             yield llm
+
+
+class Talk:
+    """A client of one API, and the prompts that its requests become.
+
+    Args:
+        body: Fields of all requests.
+    """
+
+    def __init__(self, server: Server, path: str, **body: Any) -> None:
+        self.server, self.llm, self._path, self._body = server, server.llm, path, body
+
+    def post(self, **fields: Any) -> httpx.Response:
+        return self.server.post(self._path, {**self._body, **fields})
+
+    def prompt(self, **fields: Any) -> str:
+        """The prompt of a request, which is served."""
+        answer = self.post(**fields)
+        assert answer.status_code == 200, answer.text
+        return str(self.llm.script.prompts[-1])
+
+
+@contextmanager
+def talking_to(
+    path: str, turns: Turns, body: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> Iterator[Talk]:
+    """A client of one API of a server whose answers are these texts."""
+    with scripted(turns, **options) as llm, Server(llm) as server:
+        yield Talk(server, path, **{"model": "tiny", **DIALECTS[path].body(), **body})
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -9,10 +9,11 @@ import httpx
 import pytest
 
 from adapters import save_adapter
-from serving import served
+from serving import Server, ask, serve
 from specinfer import LLM, AsyncLLM, LoRARequest, SamplingParams
 from specinfer.core.lora import parse_modules
 from specinfer.server.keys import KeySettings
+from specinfer.server.state import ServerState
 
 UPDATING = {"allow_runtime_lora_updating": True}
 BODY = {"prompt": "the cat is in", "max_tokens": 24, "temperature": 0}
@@ -56,20 +57,19 @@ async def _ask(client: httpx.AsyncClient, model: str) -> str:
 
 
 def test_the_model_of_a_request_chooses_the_adapter(llm: LLM, adapters: list[Path], texts: list[str]) -> None:
-    async def run() -> None:
-        async with served(llm, lora_modules=modules(adapters)) as (client, _):
-            found = await asyncio.gather(*(_ask(client, name) for name in ("tiny", "one", "two", "one")))
-            assert found == [texts[0], texts[1], texts[2], texts[1]]
-            listed = {each["id"]: each for each in (await client.get("/v1/models")).json()["data"]}
-            assert list(listed) == ["tiny", "one", "two"]
-            assert (listed["one"]["parent"], listed["one"]["root"]) == ("tiny", str(adapters[0]))
-            assert (await client.get("/v1/models/two")).json()["parent"] == "tiny"
-            assert [one["name"] for one in (await client.get("/api/tags")).json()["models"]] == [*listed]
-            refused = await client.post("/v1/completions", json=BODY | {"model": "three"})
-            assert refused.status_code == 404
-            assert "use tiny, one, two" in refused.text
+    async def run(client: httpx.AsyncClient, state: ServerState) -> None:
+        found = await asyncio.gather(*(_ask(client, name) for name in ("tiny", "one", "two", "one")))
+        assert found == [texts[0], texts[1], texts[2], texts[1]]
+        listed = {each["id"]: each for each in (await client.get("/v1/models")).json()["data"]}
+        assert list(listed) == ["tiny", "one", "two"]
+        assert (listed["one"]["parent"], listed["one"]["root"]) == ("tiny", str(adapters[0]))
+        assert (await client.get("/v1/models/two")).json()["parent"] == "tiny"
+        assert [one["name"] for one in (await client.get("/api/tags")).json()["models"]] == [*listed]
+        refused = await client.post("/v1/completions", json=BODY | {"model": "three"})
+        assert refused.status_code == 404
+        assert "use tiny, one, two" in refused.text
 
-    asyncio.run(run())
+    serve(llm, run, lora_modules=modules(adapters))
 
 
 def test_adapters_are_loaded_and_unloaded_while_requests_run_and_none_is_lost(
@@ -98,15 +98,14 @@ def test_adapters_are_loaded_and_unloaded_while_requests_run_and_none_is_lost(
             found = await asyncio.gather(*(_ask(client, name) for name in ("tiny", "one", "tiny", "one")))
             assert found == [texts[0], texts[1]] * 2
 
-    async def run() -> int:
+    async def run(client: httpx.AsyncClient, state: ServerState) -> int:
         stop = asyncio.Event()
-        async with served(llm, lora_modules=modules(adapters), **UPDATING) as (client, engine):
-            changing = asyncio.create_task(change(client, engine, stop))
-            await ask(client)
-            stop.set()
-            return await changing
+        changing = asyncio.create_task(change(client, state.engine, stop))
+        await ask(client)
+        stop.set()
+        return await changing
 
-    assert asyncio.run(run()) >= 1
+    assert serve(llm, run, lora_modules=modules(adapters), **UPDATING) >= 1
 
 
 def test_an_adapter_that_cannot_be_used_is_refused_and_the_server_goes_on(
@@ -124,14 +123,13 @@ def test_an_adapter_that_cannot_be_used_is_refused_and_the_server_goes_on(
         (UNLOAD, {"lora_name": "tiny"}, 404, "no adapter 'tiny'"),
     ]
 
-    async def run() -> None:
-        async with served(llm, lora_modules=modules(adapters), **UPDATING) as (client, _):
-            for path, body, status, message in bodies:
-                response = await client.post(path, json=body)
-                assert (response.status_code, message in response.text) == (status, True), response.text
-            assert await _ask(client, "one") == texts[1]
+    async def run(client: httpx.AsyncClient, state: ServerState) -> None:
+        for path, body, status, message in bodies:
+            response = await client.post(path, json=body)
+            assert (response.status_code, message in response.text) == (status, True), response.text
+        assert await _ask(client, "one") == texts[1]
 
-    asyncio.run(run())
+    serve(llm, run, lora_modules=modules(adapters), **UPDATING)
 
 
 def test_adapters_are_changed_only_where_the_operator_allows_it_and_by_keys_for_it(
@@ -140,52 +138,47 @@ def test_adapters_are_changed_only_where_the_operator_allows_it_and_by_keys_for_
     body = {"lora_name": "new", "lora_path": str(adapters[2])}
     keys = {"user-key-1": KeySettings(roles=["generate"]), "admin-key": KeySettings(roles=["admin"])}
 
-    async def run(headers: dict[str, str], **config: Any) -> int:
-        async with served(llm, lora_modules=modules(adapters), **config) as (client, _):
-            status = (await client.post(LOAD, json=body, headers=headers)).status_code
-            if status == 200:
-                await client.post(UNLOAD, json=body, headers=headers)
-            return status
+    def statuses(key: str, **config: Any) -> list[int]:
+        """Those of loading an adapter and of unloading it."""
+        headers = {"Authorization": f"Bearer {key}"}
+        answers = ask(llm, (LOAD, body), (UNLOAD, body), headers=headers, lora_modules=modules(adapters), **config)
+        return [answer.status_code for answer in answers]
 
-    assert asyncio.run(run({})) == 403
+    assert statuses("none")[0] == 403
     allowed = UPDATING | {"api_keys": tuple(keys), "key_settings": keys}
-    found = [asyncio.run(run({"Authorization": f"Bearer {key}"}, **allowed)) for key in ("none", *keys)]
-    assert found == [401, 403, 200]
+    assert [statuses(key, **allowed) for key in ("none", *keys)] == [[401] * 2, [403] * 2, [200] * 2]
 
 
 def test_of_two_loads_of_one_name_at_once_the_second_is_refused(llm: LLM, adapters: list[Path]) -> None:
-    async def run() -> None:
-        async with served(llm, lora_modules=modules(adapters), **UPDATING) as (client, _):
-            bodies = [{"lora_name": "both", "lora_path": str(adapters[i])} for i in (0, 1)]
-            first, second = await asyncio.gather(*(client.post(LOAD, json=body) for body in bodies))
-            assert (first.status_code, second.status_code) == (200, 400)
-            assert "lora_name: 'both' is being loaded" in second.text
-            assert (await client.get("/v1/models/both")).json()["root"] == str(adapters[0])
-            assert (await client.post(UNLOAD, json={"lora_name": "both"})).status_code == 200
-            failing = {"lora_name": "both", "lora_path": str(adapters[0] / "no")}
-            assert (await client.post(LOAD, json=failing)).status_code == 400
-            assert (await client.post(LOAD, json=bodies[1])).status_code == 200, "a failure leaves the name free"
-            assert (await client.post(UNLOAD, json={"lora_name": "both"})).status_code == 200
+    async def run(client: httpx.AsyncClient, state: ServerState) -> None:
+        bodies = [{"lora_name": "both", "lora_path": str(adapters[i])} for i in (0, 1)]
+        first, second = await asyncio.gather(*(client.post(LOAD, json=body) for body in bodies))
+        assert (first.status_code, second.status_code) == (200, 400)
+        assert "lora_name: 'both' is being loaded" in second.text
+        assert (await client.get("/v1/models/both")).json()["root"] == str(adapters[0])
+        assert (await client.post(UNLOAD, json={"lora_name": "both"})).status_code == 200
+        failing = {"lora_name": "both", "lora_path": str(adapters[0] / "no")}
+        assert (await client.post(LOAD, json=failing)).status_code == 400
+        assert (await client.post(LOAD, json=bodies[1])).status_code == 200, "a failure leaves the name free"
+        assert (await client.post(UNLOAD, json={"lora_name": "both"})).status_code == 200
 
-    asyncio.run(run())
+    serve(llm, run, lora_modules=modules(adapters), **UPDATING)
 
 
 def test_paths_of_this_machine_are_shown_to_keys_with_the_role_admin_only(llm: LLM, adapters: list[Path]) -> None:
     keys = {"user-key-1": KeySettings(roles=["generate"]), "admin-key": KeySettings(roles=["generate", "admin"])}
 
-    async def run(key: str, **config: Any) -> list[str]:
-        async with served(llm, lora_modules=modules(adapters), **config) as (client, _):
+    def roots(key: str, **config: Any) -> list[str]:
+        with Server(llm, lora_modules=modules(adapters), **config) as server:
             headers = {"Authorization": f"Bearer {key}"}
-            listed = (await client.get("/v1/models", headers=headers)).json()["data"]
-            shown = [(await client.get(f"/v1/models/{one['id']}", headers=headers)).json() for one in listed]
-            assert shown == listed
+            listed = server.get("/v1/models", headers=headers).json()["data"]
+            assert [server.get(f"/v1/models/{one['id']}", headers=headers).json() for one in listed] == listed
             return [one["root"] for one in listed[1:]]
 
     with_keys = {"api_keys": tuple(keys), "key_settings": keys}
-    assert asyncio.run(run("user-key-1", **with_keys)) == ["one", "two"]
+    assert roots("user-key-1", **with_keys) == ["one", "two"]
     paths = [str(folder) for folder in adapters[:2]]
-    assert asyncio.run(run("admin-key", **with_keys)) == paths
-    assert asyncio.run(run("none")) == paths
+    assert roots("admin-key", **with_keys) == roots("none") == paths
 
 
 @pytest.mark.parametrize(

@@ -2,25 +2,22 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from serving import served_on_port, slow_steps
-from specinfer import LLM
+from dialects import MESSAGES, USER
+from serving import served_on_port
 from specinfer.core.outputs import TextChunk
 from specinfer.inputs.formats.parser import OutputDelta
-from specinfer.server import pending_response
 from specinfer.server.anthropic_blocks import MessageBlocks
 from specinfer.server.blocks import Blocks
 from specinfer.server.field_checks import IGNORED_HEADER
-from tests.server.scripted_target import TEMPLATES, scripted
+from tests.server.scripted_target import TEMPLATES, Talk, scripted, talking_to
 from tiny import make_request
 
-USER = {"role": "user", "content": "Hi."}
 TOOL = {"name": "read", "description": "Reads.", "input_schema": {"type": "object", "properties": {}}}
 USE = {"type": "tool_use", "id": "a", "name": "read", "input": {"x": 1}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
@@ -28,34 +25,14 @@ END = TextChunk("", [], [], finish_reason="stop")
 NOTE = "[image: not shown, this model reads text only]"
 
 
-class Server:
-    """A server whose answers are written beforehand."""
-
-    def __init__(self, llm: LLM, url: str) -> None:
-        self.llm, self.client = llm, httpx.Client(base_url=url, timeout=60)
-
-    def close(self) -> None:
-        self.client.close()
-
-    def post(self, path: str = "/v1/messages", **body: Any) -> httpx.Response:
-        limit = {} if path.endswith("count_tokens") else {"max_tokens": 4}
-        return self.client.post(path, json={"model": "tiny", "messages": [USER], **limit, **body})
-
-    def prompt(self, **body: Any) -> str:
-        """The prompt of a request, which is served."""
-        answer = self.post(**body)
-        assert answer.status_code == 200, answer.text
-        return str(self.llm.script.prompts[-1])
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with (
-        scripted(["Fine."], template=TEMPLATES["thinking"], max_len=2048) as llm,
-        served_on_port(llm) as url,
-        closing(Server(llm, url)) as made,
-    ):
+def talk() -> Iterator[Talk]:
+    with talking_to(MESSAGES, ["Fine."], {"max_tokens": 4}, template=TEMPLATES["thinking"], max_len=2048) as made:
         yield made
+
+
+def count(talk: Talk, **fields: Any) -> httpx.Response:
+    return talk.server.post(f"{MESSAGES}/count_tokens", {"messages": [USER], **fields})
 
 
 def _turn(*blocks: Any, role: str = "assistant") -> list[Any]:
@@ -67,12 +44,12 @@ def _result(content: Any, **more: Any) -> list[Any]:
     return [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
 
 
-def test_a_system_block_that_differs_in_each_session_is_dropped(server: Server) -> None:
+def test_a_system_block_that_differs_in_each_session_is_dropped(talk: Talk) -> None:
     text = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
     headers = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.{i}; cch={i};"} for i in range(2)]
-    prompts = {server.prompt(system=[header, text]) for header in headers}
-    assert prompts == {server.prompt(system=[text])} == {server.prompt(system="Be brief.")}
-    assert server.prompt(system=headers) == server.prompt()
+    prompts = {talk.prompt(system=[header, text]) for header in headers}
+    assert prompts == {talk.prompt(system=[text])} == {talk.prompt(system="Be brief.")}
+    assert talk.prompt(system=headers) == talk.prompt()
 
 
 @pytest.mark.parametrize(
@@ -100,17 +77,17 @@ def test_a_system_block_that_differs_in_each_session_is_dropped(server: Server) 
         ),
     ],
 )
-def test_results_of_tools_are_the_text_that_they_have(server: Server, content: Any, seen: str) -> None:
-    assert seen in server.prompt(messages=_result(content))
+def test_results_of_tools_are_the_text_that_they_have(talk: Talk, content: Any, seen: str) -> None:
+    assert seen in talk.prompt(messages=_result(content))
 
 
-def test_a_result_without_content_is_served(server: Server) -> None:
+def test_a_result_without_content_is_served(talk: Talk) -> None:
     result = {"type": "tool_result", "tool_use_id": "a"}
     turns = [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
-    assert server.prompt(messages=turns) == server.prompt(messages=_result(""))
+    assert talk.prompt(messages=turns) == talk.prompt(messages=_result(""))
 
 
-def test_tools_that_a_service_ran_are_calls_and_results_in_the_history(server: Server) -> None:
+def test_tools_that_a_service_ran_are_calls_and_results_in_the_history(talk: Talk) -> None:
     found = {
         "type": "web_search_result",
         "title": "Rome",
@@ -119,7 +96,7 @@ def test_tools_that_a_service_ran_are_calls_and_results_in_the_history(server: S
         "page_age": None,
     }
     search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "rome"}}
-    prompt = server.prompt(
+    prompt = talk.prompt(
         messages=_turn(
             {"type": "text", "text": "Looking."},
             search,
@@ -137,7 +114,7 @@ def test_tools_that_a_service_ran_are_calls_and_results_in_the_history(server: S
         ("web_fetch_tool_result", {"type": "web_fetch_tool_result_error", "error_code": "gone"}, "error_code: gone"),
     ):
         use = {"type": kind.replace("result", "use"), "id": "s", "name": "run", "input": None}
-        prompt = server.prompt(messages=_turn(use, {"type": kind, "tool_use_id": "s", "content": content}))
+        prompt = talk.prompt(messages=_turn(use, {"type": kind, "tool_use_id": "s", "content": content}))
         assert '"name": "run", "arguments": {}' in prompt
         assert seen in prompt
 
@@ -152,34 +129,34 @@ def test_tools_that_a_service_ran_are_calls_and_results_in_the_history(server: S
         ("plain text", "plain text"),
     ],
 )
-def test_other_blocks_of_the_history_are_text_or_a_note(server: Server, block: Any, seen: str) -> None:
-    assert seen in server.prompt(messages=_turn(block))
+def test_other_blocks_of_the_history_are_text_or_a_note(talk: Talk, block: Any, seen: str) -> None:
+    assert seen in talk.prompt(messages=_turn(block))
 
 
-def test_an_image_is_refused_in_the_newest_message_of_the_user_only(server: Server) -> None:
+def test_an_image_is_refused_in_the_newest_message_of_the_user_only(talk: Talk) -> None:
     text = {"type": "text", "text": "What is it?"}
-    assert f"{NOTE}\nWhat is it?" in server.prompt(messages=_turn(IMAGE, text, role="user"))
+    assert f"{NOTE}\nWhat is it?" in talk.prompt(messages=_turn(IMAGE, text, role="user"))
     for block, kind in (
         (IMAGE, "image"),
         ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}, "document"),
         ({"type": "image_url", "image_url": {"url": "http://a"}}, "image_url"),
     ):
-        answer = server.post(messages=[{"role": "user", "content": [text, block]}])
+        answer = talk.post(messages=[{"role": "user", "content": [text, block]}])
         assert answer.status_code == 400
         assert f"messages[0].content[1].type: only text is served, not '{kind}'" in answer.json()["error"]["message"]
 
 
-def test_what_the_server_sent_is_accepted_back_with_other_fields(server: Server) -> None:
-    answer = server.post().json()
-    assert server.post(messages=[USER, answer, USER]).status_code == 200
+def test_what_the_server_sent_is_accepted_back_with_other_fields(talk: Talk) -> None:
+    answer = talk.post().json()
+    assert talk.post(messages=[USER, answer, USER]).status_code == 200
     text = '{"city": "Ro'
-    assert json.dumps(text)[1:-1] in server.prompt(messages=_turn(USE | {"input": text, "id": None}))
+    assert json.dumps(text)[1:-1] in talk.prompt(messages=_turn(USE | {"input": text, "id": None}))
     cut = {"type": "tool_use", "id": "a", "name": "read", "input": None}
-    assert server.prompt(messages=_turn(cut)) == server.prompt(messages=_turn(cut | {"input": {}}))
-    assert server.prompt(messages=[{"role": "user", "content": {"type": "text", "text": "Hi."}}]) == server.prompt()
+    assert talk.prompt(messages=_turn(cut)) == talk.prompt(messages=_turn(cut | {"input": {}}))
+    assert talk.prompt(messages=[{"role": "user", "content": {"type": "text", "text": "Hi."}}]) == talk.prompt()
 
 
-def test_tools_of_the_service_and_hints_are_left_out_and_named(server: Server) -> None:
+def test_tools_of_the_service_and_hints_are_left_out_and_named(talk: Talk) -> None:
     hosted = [
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
         {"type": "bash_20250124", "name": "bash"},
@@ -187,80 +164,51 @@ def test_tools_of_the_service_and_hints_are_left_out_and_named(server: Server) -
     ]
     hints = {"defer_loading": True, "allowed_callers": ["direct"], "cache_control": {"type": "ephemeral"},
              "input_examples": [{}], "eager_input_streaming": True}  # fmt: skip
-    plain = server.prompt(tools=[TOOL])
-    answer = server.post(tools=[*hosted, TOOL | hints | {"type": "custom"}], mcp_servers=[{}], container="c")
+    plain = talk.prompt(tools=[TOOL])
+    answer = talk.post(tools=[*hosted, TOOL | hints | {"type": "custom"}], mcp_servers=[{}], container="c")
     assert answer.status_code == 200, answer.text
-    assert server.llm.script.prompts[-1] == plain
+    assert talk.llm.script.prompts[-1] == plain
     named = answer.headers[IGNORED_HEADER].split(", ")
     assert {"container", "mcp_servers", "tools.bash_20250124", "tools.mcp_toolset", "tools.web_search_20250305"} <= {
         *named
     }
     assert {f"tools.{name}" for name in hints} <= {*named}
-    assert server.prompt(tools=hosted) == server.prompt()
+    assert talk.prompt(tools=hosted) == talk.prompt()
     body = {"tools": [*hosted, TOOL | hints], "messages": _result([IMAGE])}
-    assert server.post("/v1/messages/count_tokens", **body).json()["input_tokens"] > 0
-
-
-def test_a_format_has_its_older_name_too(server: Server) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-    wanted = {"type": "json_schema", "schema": schema}
-    for body in ({"output_config": {"format": wanted}}, {"output_format": wanted}):
-        answer = server.post(max_tokens=64, thinking={"type": "disabled"}, **body)  # whitespace may come first
-        assert IGNORED_HEADER not in answer.headers
-        assert answer.json()["content"][0]["text"].lstrip().startswith("{")  # the script has no brace
+    assert count(talk, **body).json()["input_tokens"] > 0
 
 
 @pytest.mark.parametrize("name", ["a" * 128, "files.read", "mcp__server__read-file"])
 def test_names_of_tools_have_the_length_of_the_api(name: str) -> None:
     call = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
-    with scripted([call], max_len=2048) as llm, served_on_port(llm) as url, closing(Server(llm, url)) as server:
-        answer = server.post(tools=[TOOL | {"name": name}], max_tokens=500).json()
+    with talking_to(MESSAGES, [call], max_len=2048) as talk:
+        answer = talk.post(tools=[TOOL | {"name": name}], max_tokens=500).json()
     (block,) = answer["content"]
     assert (block["type"], block["name"], answer["stop_reason"]) == ("tool_use", name, "tool_use")
 
 
-def test_a_limit_of_zero_reads_the_prompt_for_the_cache(server: Server) -> None:
+def test_a_limit_of_zero_reads_the_prompt_for_the_cache(talk: Talk) -> None:
     turns = [{"role": "user", "content": "words " * 100}]
-    answer = server.post(messages=turns, max_tokens=0).json()
+    answer = talk.post(messages=turns, max_tokens=0).json()
     assert (answer["content"], answer["stop_reason"], answer["usage"]["output_tokens"]) == ([], "max_tokens", 0)
-    assert server.post(messages=turns).json()["usage"]["cache_read_input_tokens"] > 50
+    assert talk.post(messages=turns).json()["usage"]["cache_read_input_tokens"] > 50
 
 
-def test_clients_recognize_that_a_prompt_is_too_long(server: Server) -> None:
-    for path in ("/v1/messages", "/v1/messages/count_tokens"):
-        answer = server.post(path, messages=[{"role": "user", "content": "a, b. " * 1500}])
-        if answer.status_code == 400:
-            error = answer.json()["error"]
-            number = len(server.llm.reader.read_chat([{"role": "user", "content": "a, b. " * 1500}]))
-            assert error["type"] == "invalid_request_error"
-            assert error["message"] == f"prompt is too long: {number} tokens > 2048 maximum"
-    assert answer.status_code == 200  # tokens are counted beyond the context too
+def test_clients_recognize_that_a_prompt_is_too_long(talk: Talk) -> None:
+    turns = [USER | {"content": "a, b. " * 1500}]
+    number, error = len(talk.llm.reader.read_chat(turns)), talk.post(messages=turns).json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"] == f"prompt is too long: {number} tokens > 2048 maximum"
+    assert count(talk, messages=turns).json()["input_tokens"] == number, "tokens are counted beyond the context too"
 
 
 # ------------------------------------------------------------------------------------------ thoughts
 
 
-def test_a_thought_that_is_sent_back_goes_to_the_template(server: Server) -> None:
-    thought = {"type": "thinking", "thinking": "Look it up.", "signature": "whatever"}
-    turns = [USER, {"role": "assistant", "content": [thought, USE]}, *_result("sunny")[2:]]
-    assert "<think>\nLook it up.\n</think>" in server.prompt(messages=turns)
-    empty = [USER, {"role": "assistant", "content": [thought | {"thinking": ""}, USE]}, *_result("sunny")[2:]]
-    assert server.prompt(messages=empty) == server.prompt(messages=_result("sunny"))
-
-
-@pytest.mark.parametrize(
-    ("thinking", "is_off"),
-    [
-        ({"type": "disabled"}, True),
-        ({"type": "enabled", "budget_tokens": 1024}, False),
-        ({"type": "adaptive"}, False),
-        (None, False),
-    ],
-)
-def test_thoughts_are_turned_on_and_off_where_the_template_can(server: Server, thinking: Any, is_off: bool) -> None:
-    prompt = server.prompt(thinking=thinking)
-    assert prompt.endswith("assistant\n<think>\n\n</think>\n\n" if is_off else "assistant\n")
-    assert server.prompt(thinking=thinking, chat_template_kwargs={"enable_thinking": True}).endswith("assistant\n")
+def test_an_empty_thought_that_is_sent_back_is_dropped(talk: Talk) -> None:
+    thought = {"type": "thinking", "thinking": "", "signature": "whatever"}
+    empty = [USER, {"role": "assistant", "content": [thought, USE]}, *_result("sunny")[2:]]
+    assert talk.prompt(messages=empty) == talk.prompt(messages=_result("sunny"))
 
 
 def _message(*deltas: OutputDelta, thinks: bool = False, omits_thoughts: bool = False) -> MessageBlocks:
@@ -291,14 +239,14 @@ def test_thoughts_are_blocks_with_a_signature() -> None:
     assert (text, ended["input"]) == ({"type": "text", "text": "Yes."}, {})
 
 
-def test_a_thought_that_is_omitted_is_known_again(server: Server) -> None:
+def test_a_thought_that_is_omitted_is_known_again(talk: Talk) -> None:
     call = OutputDelta(index=0, id="a", name="read", arguments="{}")
     written = _message(OutputDelta(reasoning="Look it up."), call, omits_thoughts=True)
     events = written.write(END)
     assert all(event["delta"].get("thinking", "") == "" for event in events if "delta" in event)
     answer = written.message()
     assert answer["content"][0]["thinking"] == ""
-    prompt = server.prompt(messages=[USER, {"role": "assistant", "content": answer["content"]}, *_result("sunny")[2:]])
+    prompt = talk.prompt(messages=[USER, {"role": "assistant", "content": answer["content"]}, *_result("sunny")[2:]])
     assert "<think>\nLook it up.\n</think>" in prompt
 
 
@@ -345,32 +293,10 @@ def test_a_stream_that_waits_sends_events_that_count() -> None:
     assert plain.wait()[0]["delta"] == {"type": "text_delta", "text": ""}
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/api/chat"])
-def test_no_stream_is_silent_for_long(server: Server, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_response, "_SILENCE", 0.0)
-    slow_steps(monkeypatch, 0.2)
-    body = {"model": "tiny", "messages": [USER], "input": "Hi.", "max_tokens": 3, "stream": True}
-    unused = {"/v1/messages": "input", "/v1/responses": "messages", "/api/chat": "input"}[path]
-    body.pop(unused)
-    if path == "/v1/responses":
-        body["max_output_tokens"] = body.pop("max_tokens")
-    with served_on_port(server.llm, ping_seconds=0.02) as url:
-        lines = httpx.post(f"{url}{path}", json=body, timeout=60).text.splitlines()
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith(("data: {", "{"))]
-    if path == "/v1/messages":
-        assert sum(event.get("delta", {}).get("text") == "" for event in events) > 3
-        assert [event["type"] for event in events].count("message_start") == 1
-    elif path == "/v1/responses":
-        assert [event["type"] for event in events].count("response.in_progress") > 3
-        assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    else:
-        assert sum(event["message"]["content"] == "" and not event["done"] for event in events) > 3
-
-
-def test_a_message_begins_with_what_the_first_step_found_in_the_cache(server: Server) -> None:
+def test_a_message_begins_with_what_the_first_step_found_in_the_cache(talk: Talk) -> None:
     turns = [{"role": "user", "content": "other words " * 60}]
-    server.post(messages=turns)
-    lines = server.post(messages=turns, stream=True).text.splitlines()
+    talk.post(messages=turns)
+    lines = talk.post(messages=turns, stream=True).text.splitlines()
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
     first, last = events[0]["message"]["usage"], events[-2]["usage"]
     assert first["cache_read_input_tokens"] == last["cache_read_input_tokens"] > 50

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from serving import error_of, serve, slow_steps, without_engine
+from serving import Server, error_of, serve, slow_steps
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.limits import QueueLimits
 from specinfer.llm import LLM
@@ -34,10 +34,8 @@ def llm(model_folder: Callable[..., Path]) -> LLM:
 def post(
     llm: LLM, content: Any, path: str = "/tokenize", headers: dict[str, str] = JSON, **config: Any
 ) -> httpx.Response:
-    async def body(client: httpx.AsyncClient, state: ServerState) -> httpx.Response:
-        return await client.post(path, content=content, headers=headers)
-
-    return serve(llm, body, **config)
+    with Server(llm, **config) as server:
+        return server.post(path, content=content, headers=headers)
 
 
 # ------------------------------------------------------------------------------------------- bodies
@@ -212,35 +210,31 @@ def test_heads_that_are_too_large_are_refused(llm: LLM) -> None:
 
 
 def test_answers_carry_an_id_that_may_be_the_clients(llm: LLM) -> None:
-    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
-        named = await client.get("/version", headers={"x-request-id": "run-7.a:b_c"})
+    with Server(llm) as server:
+        named = server.get("/version", headers={"x-request-id": "run-7.a:b_c"})
         assert named.headers["x-request-id"] == "run-7.a:b_c"
         for unsound in ("a b", "x" * 65, "a/b", "", "\u00e9"):
-            answer = await client.get("/version", headers={"x-request-id": unsound.encode("latin-1")})
+            answer = server.get("/version", headers={"x-request-id": unsound.encode("latin-1")})
             assert answer.headers["x-request-id"] != unsound
             assert len(answer.headers["x-request-id"]) == 32
-        refused = await client.get("/nothing")
+        refused = server.get("/nothing")
         assert len(refused.headers["x-request-id"]) == 32
-
-    serve(llm, body)
 
 
 def test_unknown_paths_and_methods_have_the_shape_of_errors(llm: LLM) -> None:
-    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+    with Server(llm) as server:
         for path in ("/v1/audio/speech", "/v1/../secret", "/%00", "/v1/models/other"):
-            answer = await client.get(path)
+            answer = server.get(path)
             assert answer.status_code == 404
             error_of(answer)
-        assert (await client.post("/v1/audio/speech", json={})).status_code == 404
+        assert server.post("/v1/audio/speech", json={}).status_code == 404
         for path in ("/chat/completions", "/v1/v1/chat/completions"):
-            near = error_of(await client.post(path, json={}))
+            near = error_of(server.post(path, json={}))
             assert near["message"].endswith("; did you mean /v1/chat/completions?"), near
-        wrong = await client.put("/tokenize", json={})
+        wrong = server.request("PUT", "/tokenize", json={})
         assert wrong.status_code == 405
         assert wrong.headers["allow"] == "POST"
         assert error_of(wrong)["code"] == "method_not_allowed"
-
-    serve(llm, body)
 
 
 def test_an_unexpected_error_is_reported_by_its_id_alone(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
@@ -340,33 +334,29 @@ def test_a_prefix_that_a_proxy_strips_or_leaves(llm: LLM) -> None:
 
 
 def test_while_the_model_loads_work_is_to_come_later() -> None:
-    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+    with Server(None) as server:
         for answer in (
-            await client.get("/health"),
-            await client.get("/health/ready"),
-            await client.get("/ping"),
-            await client.get("/v1/models"),
-            await client.get("/load"),
-            await client.post("/v1/completions", json={"prompt": "a"}),
-            await client.post("/tokenize", json={"prompt": "a"}),
+            server.get("/health"),
+            server.get("/health/ready"),
+            server.get("/ping"),
+            server.get("/v1/models"),
+            server.get("/load"),
+            server.post("/v1/completions", json={"prompt": "a"}),
+            server.post("/tokenize", json={"prompt": "a"}),
         ):
             assert answer.status_code == 503
             assert error_of(answer)["code"] == "loading"
             assert answer.headers["retry-after"] == "5"
 
-    without_engine(body)
-
 
 def test_a_server_that_ends_is_alive_but_not_ready(llm: LLM) -> None:
-    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
-        state.is_stopping = True
-        assert (await client.get("/health")).status_code == 200
-        for answer in (await client.get("/health/ready"), await client.post("/v1/completions", json={"prompt": "a"})):
+    with Server(llm) as server:
+        server.state.is_stopping = True
+        assert server.get("/health").status_code == 200
+        for answer in (server.get("/health/ready"), server.post("/v1/completions", json={"prompt": "a"})):
             assert answer.status_code == 503
             assert error_of(answer)["code"] == "shutting_down"
             assert answer.headers["retry-after"] == "5"
-
-    serve(llm, body)
 
 
 def test_a_dead_engine_is_reported_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

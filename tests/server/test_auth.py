@@ -10,9 +10,9 @@ import pytest
 from fastapi import Request
 from fastapi.routing import APIRoute
 
-from serving import error_of, serve, without_engine
+from serving import Server, error_of, serve
 from specinfer.llm import LLM
-from specinfer.server import chat, completions, operations, page, responses, tokens
+from specinfer.server import app
 from specinfer.server.keys import KeySettings
 from specinfer.server.state import ServerState
 
@@ -25,13 +25,11 @@ def llm(model_folder: Callable[..., Path]) -> LLM:
 
 
 def status(headers: dict[str, str], path: str = "/version", method: str = "GET", **config: Any) -> int:
-    async def body(client: httpx.AsyncClient, state: ServerState) -> int:
-        answer = await client.request(method, path, headers=headers)
-        if answer.status_code >= 400 and method != "HEAD" and not path.startswith("/api/"):  # Ollama's
-            error_of(answer)
-        return answer.status_code
-
-    return without_engine(body, **config)
+    with Server(None, **config) as server:
+        answer = server.request(method, path, headers=headers)
+    if answer.status_code >= 400 and method != "HEAD" and not path.startswith(("/api/", "/v1/messages")):
+        error_of(answer)
+    return answer.status_code
 
 
 # --------------------------------------------------------------------------------------------- keys
@@ -39,21 +37,23 @@ def status(headers: dict[str, str], path: str = "/version", method: str = "GET",
 
 def _paths() -> list[tuple[str, str]]:
     found = {("/openapi.json", "GET"), ("/nothing", "GET"), ("/nothing", "POST")}
-    for module in (chat, completions, operations, page, responses, tokens):
-        for route in module.router.routes:
-            assert isinstance(route, APIRoute)
-            found |= {(route.path, method) for method in route.methods}
+    for route in (route for module in app._MODULES for route in module.router.routes):
+        assert isinstance(route, APIRoute)
+        found |= {(route.path, method) for method in {"GET", "POST", *route.methods}}
+    assert len(found) > 40
     return sorted(found)
 
 
-OPEN = {"/health", "/health/ready", "/ping", "/", "/static/{name}"}
+OPEN = {(path, method) for path in ("/health", "/health/ready", "/ping") for method in ("GET", "HEAD", "POST")}
+OPEN |= {(path, method) for path in ("/", "/static/{name}") for method in ("GET", "HEAD")}
 
 
-@pytest.mark.parametrize(("path", "method"), _paths())
-def test_every_path_needs_a_key_but_those_named(path: str, method: str) -> None:
-    expected_open = path in OPEN
-    got = status({}, path.replace("{name:path}", "tiny").replace("{name}", "page.js"), method, api_keys=(KEY,))
-    assert (got != 401) == expected_open, f"{method} {path}: {got}"
+def test_every_path_needs_a_key_but_those_named() -> None:
+    with Server(None, api_keys=(KEY,)) as server:
+        for path, method in _paths():
+            named = path.replace("{name:path}", "tiny").replace("{name}", "page.js")
+            got = server.request(method, named).status_code
+            assert (got != 401) == ((path, method) in OPEN), f"{method} {path}: {got}"
 
 
 def test_a_key_comes_in_one_of_three_headers() -> None:
@@ -88,14 +88,12 @@ def test_what_is_no_key_is_refused(headers: dict[str, str]) -> None:
 
 
 def test_the_refusal_is_openais() -> None:
-    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
-        answer = await client.post("/v1/completions", json={"prompt": "a"})
+    with Server(None, api_keys=(KEY,)) as server:
+        answer = server.post("/v1/completions", json={"prompt": "a"})
         error = error_of(answer)
         assert error["code"] == "invalid_api_key"
         assert error["type"] == "authentication_error"
         assert answer.headers["www-authenticate"] == "Bearer"
-
-    without_engine(body, api_keys=(KEY,))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +113,21 @@ def test_a_path_is_not_opened_by_looking_like_an_open_one(path: str, host: str) 
     got = status({"host": host}, path, api_keys=(KEY,))
     # A path below /static/ is the page's, which knows none of these names.
     assert got == (404 if path.startswith("/static/") else 401)
+
+
+def test_a_host_opens_no_path() -> None:
+    hosts = ("x/health?", "/health", "127.0.0.1/health?x=", "x?/health", "health", "[::1]/health")
+    to_read = ("/v1/models", "/metrics", "/load", "/openapi.json", "/version", "/page.json", "/nope", "/health/")
+    to_write = (
+        "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health/../v1/completions", "/PING",
+    )  # fmt: skip
+
+    with Server(None, api_keys=(KEY,)) as server:
+        for host in hosts:
+            for method, path in (*(("GET", path) for path in to_read), *(("POST", path) for path in to_write)):
+                answer = server.request(method, path, json={"prompt": "a"}, headers={"host": host})
+                assert answer.status_code == 401, (host, method, path)
+                assert "API key" in error_of(answer)["message"]
 
 
 def test_all_keys_are_compared_whichever_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +170,9 @@ def test_each_key_is_a_tenant_of_its_own() -> None:
         keys = (KEY, OTHER, KEY)
         return [(await client.get("/tenant", headers={"api-key": key})).json() for key in keys]
 
-    one, other, again = without_engine(body, api_keys=(KEY, OTHER))
+    one, other, again = serve(None, body, api_keys=(KEY, OTHER))
     assert (one, other, again) == ("key-1", "key-2", "key-1"), "and no part or digest of a key is in its name"
-    assert without_engine(body) == ["", "", ""]
+    assert serve(None, body) == ["", "", ""]
 
 
 # ------------------------------------------------------------------------------------- without keys
@@ -286,10 +299,8 @@ def generate(llm: LLM, headers: dict[str, str], path: str = "/api/generate", **c
     """Send what `curl -d` does, with these headers in place of its own."""
     content = b'{"model": "tiny", "prompt": "the", "stream": false, "options": {"num_predict": 2}}'
 
-    async def body(client: httpx.AsyncClient, state: ServerState) -> httpx.Response:
-        return await client.post(path, content=content, headers=headers)
-
-    return serve(llm, body, **config)
+    with Server(llm, **config) as server:
+        return server.post(path, content=content, headers=headers)
 
 
 @pytest.mark.parametrize("kind", [CURL["content-type"], "text/plain", None])

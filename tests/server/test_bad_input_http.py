@@ -10,24 +10,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fastapi.routing import APIRoute
 
-from hostile import CHAT, TEXT, Attack, Attacked, check_refusal
+from hostile import TEXT, check_refusal
 from specinfer import LLM
 from specinfer.core.systems import max_descriptors
-from specinfer.server import auth, chat, completions, operations, page, responses, tokens
+from specinfer.server import connection
 from specinfer.server.config import ServerConfig
 from specinfer.server.connection import _ambiguity
 from specinfer.server.listening import most_connections, network_of
 from tests.server.attacked_port import BODY, Port, read_all, request, statuses
+from worlds import await_that
 
 LONG = BODY | {"max_tokens": 900, "ignore_eos": True}
-KEY = "a-key-of-its-own"
 CONFIG = ServerConfig(
     port=0, body_timeout=0.25, keep_alive_timeout=0.5, shutdown_timeout=1.0, max_connections=40,
-    max_connections_per_address=80, access_log=False, log_stats_interval=0,
+    max_connections_per_address=80, max_body_bytes=100_000, access_log=False, log_stats_interval=0,
 )  # fmt: skip
 
 
@@ -55,6 +55,60 @@ def test_33_heads_that_are_too_large(port: Port, lines: list[str]) -> None:
         assert not said or statuses(said)[0] in (400, 431)
         long_path = port.say(request(path="/health?" + "a" * 60_000, method="GET"))
         assert not long_path or statuses(long_path)[0] in (400, 414, 431)
+
+
+_GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"NONSENSE\r\n\r\n", 400, "invalid_request"),
+        (b"GET / HTTP/1.1\r\n\r\n", 400, "invalid_request"),  # no Host
+        (_GET + b"X-Long: " + b"a" * 40_000 + b"\r\n\r\n", 431, "headers_too_large"),
+        (_GET + b"".join(b"X-%d: a\r\n" % i for i in range(200)) + b"\r\n", 431, "headers_too_large"),
+    ],
+    ids=["no request", "no host", "a long header", "many headers"],
+)
+def test_what_is_no_http_or_too_large_is_answered_with_an_openai_error(
+    port: Port, sent: bytes, status: int, code: str
+) -> None:
+    said = port.say(sent)
+    assert statuses(said) == [status]
+    assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == code
+
+
+def test_bodies_that_are_too_large_are_refused(port: Port) -> None:
+    whole = port.client.post("/tokenize", content=b" " * 300_000, headers={"content-type": "application/json"})
+    chunked = port.client.post("/tokenize", content=(b" " * 1000 for _ in range(300)))
+    assert (whole.status_code, chunked.status_code) == (413, 413)
+    assert port.client.get("/health").status_code == 200
+
+
+def test_clients_that_keep_the_server_waiting_are_ended(port: Port) -> None:
+    for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: "):
+        begun = time.monotonic()
+        assert port.say(sent) == b""
+        assert 0.2 < time.monotonic() - begun < 5
+    assert statuses(port.say(request(BODY, length="5000"))) == [408]
+    said = port.say(request(path="/health", method="GET"))  # and then the idle connection is closed
+    assert statuses(said) == [200]
+
+
+def test_events_do_not_wait_until_the_client_has_confirmed_the_ones_before(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    made = connection.Connection.connection_made
+
+    def noted(self: connection.Connection, transport: Any) -> None:
+        found.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
+
+    monkeypatch.setattr(connection.Connection, "connection_made", noted)
+    port.say(request(None, "Connection: close", path="/ping", method="GET"))
+    assert found
+    assert all(found)
 
 
 # 33, 39: what is no request, or two things at once
@@ -160,48 +214,6 @@ def test_what_was_loaded_is_not_searched_for_garbage_while_requests_are_served(p
         assert all(one is not port.llm for one in gc.get_objects())
 
 
-# 34, 36, 38
-HOSTS = ("x/health?", "/health", "127.0.0.1/health?x=", "x?/health", "health", "[::1]/health")
-READ = ("/v1/models", "/metrics", "/load", "/openapi.json", "/version", "/page.json", "/nope", "/health/")
-WRITTEN = (TEXT, CHAT, "/tokenize", "/detokenize", "/health/../v1/completions", "/PING")
-
-
-def test_34_a_host_opens_no_path() -> None:
-    with Attacked(LLM("demo", drafters="ngram", tree="2,1"), api_keys=(KEY,)) as server:
-        for host in HOSTS:
-            for path in READ:
-                refused = Attack({}, 401, "API key", path, {"host": host}, "GET")
-                refused.check(server.send(refused))
-            for path in WRITTEN:
-                refused = Attack(BODY, 401, "API key", path, {"host": host})
-                refused.check(server.send(refused))
-
-
-# 35: compared by their digests, in constant time
-def test_35_keys_are_compared_by_digests() -> None:
-    source = Path(auth.__file__).read_text()
-    assert "hmac.compare_digest(digest, known)" in source
-    assert "in self._config.api_keys" not in source
-
-
-# 36: the routes are those of the application, whatever is added to it
-def test_36_every_route_but_the_open_ones_needs_a_key() -> None:
-    with Attacked(LLM("demo", drafters="ngram", tree="2,1"), api_keys=(KEY,)) as server:
-        open_paths = set()
-        routers = [module.router for module in (chat, completions, operations, page, responses, tokens)]
-        found = {route.path for router in routers for route in router.routes if isinstance(route, APIRoute)}
-        assert len(found) > 12
-        for path in (path.replace("{name:path}", "a").replace("{name}", "a") for path in [*found, "/openapi.json"]):
-            for method in ("GET", "POST"):
-                answer = server.send(Attack({}, path=path, method=method))
-                if answer.status_code != 401:
-                    open_paths.add((method, path))
-        assert open_paths == {
-            ("GET", "/health"), ("POST", "/health"), ("GET", "/health/ready"), ("POST", "/health/ready"),
-            ("GET", "/ping"), ("POST", "/ping"), ("GET", "/"), ("GET", "/static/a"),
-        }  # fmt: skip
-
-
 # 38
 @pytest.mark.parametrize(
     "headers",
@@ -234,7 +246,7 @@ def test_39_slow_and_half_open_clients(port: Port) -> None:
         for connection in [*slow, *halves]:
             said = read_all(connection)
             assert not said or statuses(said)[0] in (400, 408), said
-    port.until(lambda: port.num_connections <= before + 1)
+    await_that(lambda: port.num_connections <= before + 1, 20)
 
 
 # 39: many connections that say nothing
@@ -259,7 +271,7 @@ def test_idle_clients_at_the_limit_make_room_for_others(port: Port) -> None:
 def test_a_request_being_served_does_not_make_room_for_idle_clients(port: Port) -> None:
     with port.well(), ExitStack() as stack, port.connect() as busy:
         busy.sendall(request(LONG | {"max_tokens": 300}, "Connection: close"))
-        port.until(lambda: not port.is_idle)
+        await_that(lambda: not port.is_idle, 20)
         for _ in range(2 * most_connections(port.config)):
             stack.enter_context(port.connect())
         assert statuses(read_all(busy)) == [200]
@@ -284,7 +296,7 @@ def test_one_address_cannot_have_all_connections(port: Port) -> None:
         for connection in first:
             assert not read_all(connection), "the longest silent ones were closed"
         neighbour = stack.enter_context(socket.create_connection(limited.place, 20, ("127.0.0.2", 0)))
-        limited.until(lambda: limited.num_connections == 9)
+        await_that(lambda: limited.num_connections == 9, 20)
         neighbour.sendall(request(None, "Connection: close", path="/health", method="GET"))
         assert statuses(read_all(neighbour)) == [200]
 
@@ -323,7 +335,7 @@ def test_a_tls_handshake_that_never_begins_is_ended(port: Port, tmp_path: Path) 
             assert not read_all(silent)
         assert time.monotonic() - start < 10, "not the minute that asyncio waits"
         secure.client.close()
-        secure.until(lambda: not secure.num_connections)
+        await_that(lambda: not secure.num_connections, 20)
 
 
 # 39: several requests in one go
@@ -347,7 +359,7 @@ def test_39_a_client_that_does_not_read(port: Port) -> None:
         deaf.connect(port.place)
         before = port.num_connections
         deaf.sendall(request(body))
-        port.until(lambda: port.num_connections < before, 60)
+        await_that(lambda: port.num_connections < before, 60)
 
 
 # 40
@@ -360,7 +372,7 @@ def test_40_clients_that_leave_at_every_phase(port: Port, phase: str) -> None:
             data = request(body | heavy if phase == "reading" else body | {"n": 16} if phase == "waiting" else body)
             connection.sendall(data[: {"head": 30, "body": len(data) - 5}.get(phase, len(data))])
             if phase in ("waiting", "running"):
-                port.until(lambda: port._process._state.engine.num_running > 1)
+                await_that(lambda: port._process._state.engine.num_running > 1, 20)
             if phase == "streaming" and "stream" in body:
                 assert connection.recv(4096)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset

@@ -1,8 +1,7 @@
 """/v1/completions: what comes out is what `LLM.generate` says, whole, streamed, echoed, with log-probabilities."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +12,17 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from serving import events_of, served
-from specinfer import LLM, AsyncLLM, QueueLimits, SamplingParams
+from serving import Server, choices_of, events_of, post, serve, slow_steps
+from specinfer import LLM, QueueLimits, SamplingParams
 from specinfer.core.outputs import CompletionOutput, TextChunk
 from specinfer.core.speculation import StepTrace, TracedNode
 from specinfer.server.field_checks import IGNORED_HEADER
 from specinfer.server.generations import finish_all
+from specinfer.server.state import ServerState
 from tests.server.pressure.soak import agree
 from tiny import save_model, save_tokenizer
 
+TEXT_PATH = "/v1/completions"
 TEXT = "the other one and that is the thing of it"
 MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 
@@ -33,22 +34,6 @@ def llm(model_folder: Callable[..., Path]) -> LLM:
     return LLM(model_folder("llama", tokenizer=True, eos_token_id=1), drafters=[str(drafter)], tree="2,2,1")
 
 
-def ask(llm: LLM, *bodies: dict[str, Any], **config: Any) -> list[httpx.Response]:
-    """The answers to these bodies, one after the other."""
-
-    async def run() -> list[httpx.Response]:
-        async with served(llm, **config) as (client, _):
-            return [await client.post("/v1/completions", json=body) for body in bodies]
-
-    return asyncio.run(run())
-
-
-def choices_of(response: httpx.Response) -> list[dict[str, Any]]:
-    assert response.status_code == 200, response.text
-    found: list[dict[str, Any]] = response.json()["choices"]
-    return found
-
-
 def joined(events: list[dict[str, Any]], index: int = 0) -> str:
     return "".join(c["text"] for event in events for c in event["choices"] if c["index"] == index)
 
@@ -57,7 +42,7 @@ def test_whole_and_streamed_text_are_the_output_of_generate(llm: LLM) -> None:
     params = SamplingParams(seed=3, max_tokens=40, temperature=0.8, n=2)
     said = [output.text for output in llm.generate(TEXT, params)[0].outputs]
     body = {"prompt": TEXT, "seed": 3, "max_tokens": 40, "temperature": 0.8, "n": 2}
-    whole, stream, plain = ask(llm, body, body | {"stream": True}, body | {"speculative": {"tree": "off"}})
+    whole, stream, plain = post(llm, TEXT_PATH, body, body | {"stream": True}, body | {"speculative": {"tree": "off"}})
     assert [choice["text"] for choice in choices_of(whole)] == said
     assert [choice["text"] for choice in choices_of(plain)] == said
     events = events_of(stream.text)
@@ -73,7 +58,9 @@ def test_whole_and_streamed_text_are_the_output_of_generate(llm: LLM) -> None:
 def test_prompts_are_text_ids_or_several(llm: LLM) -> None:
     ids = llm.tokenizer.encode(TEXT)
     base = {"temperature": 0, "max_tokens": 5}
-    answers = ask(llm, *({"prompt": p} | base for p in (TEXT, ids, [TEXT], [ids], [TEXT, "a"], [ids, ids[:3]])))
+    answers = post(
+        llm, TEXT_PATH, *({"prompt": p} | base for p in (TEXT, ids, [TEXT], [ids], [TEXT, "a"], [ids, ids[:3]]))
+    )
     texts = [[choice["text"] for choice in choices_of(answer)] for answer in answers]
     assert texts[0] == texts[1] == texts[2] == texts[3]
     assert texts[4][0] == texts[5][0] == texts[0][0]
@@ -83,29 +70,10 @@ def test_prompts_are_text_ids_or_several(llm: LLM) -> None:
 
 def test_each_prompt_has_n_outputs_numbered_through(llm: LLM) -> None:
     body = {"prompt": ["a", "b"], "n": 3, "max_tokens": 6, "seed": 1}
-    whole, stream = ask(llm, body, body | {"stream": True})
+    whole, stream = post(llm, TEXT_PATH, body, body | {"stream": True})
     assert [choice["index"] for choice in choices_of(whole)] == list(range(6))
     events = events_of(stream.text)
     assert [joined(events, i) for i in range(6)] == [choice["text"] for choice in choices_of(whole)]
-
-
-@pytest.mark.parametrize(
-    "prompt", [[], [[]], [""], "", None, 5, {}, [1.5], ["a", 1], [[1], "a"], [True], [[1, "a"]], [[[1]]], [96], [-1]]
-)
-def test_prompts_that_are_none_are_refused(llm: LLM, prompt: Any) -> None:
-    (answer,) = ask(llm, {"prompt": prompt})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "prompt"
-
-
-def test_a_bad_prompt_among_others_leaves_nothing_running(llm: LLM) -> None:
-    async def run() -> None:
-        async with served(llm) as (client, engine):
-            answer = await client.post("/v1/completions", json={"prompt": [[5], [6], [99]], "max_tokens": 200})
-            assert answer.status_code == 400
-            assert engine.num_live == 0
-
-    asyncio.run(run())
 
 
 def test_echo_and_logprobs_as_measuring_tools_ask_for_them(llm: LLM) -> None:
@@ -113,8 +81,8 @@ def test_echo_and_logprobs_as_measuring_tools_ask_for_them(llm: LLM) -> None:
     known = llm.generate({"prompt_token_ids": ids}, SamplingParams(prompt_logprobs=1, max_tokens=1))[0].prompt_logprobs
     assert known is not None
     body = {"prompt": TEXT, "echo": True, "logprobs": 1, "temperature": 0}
-    only, one, stream = ask(
-        llm, body | {"max_tokens": 0}, body | {"max_tokens": 1}, body | {"max_tokens": 9, "stream": True}
+    only, one, stream = post(
+        llm, TEXT_PATH, body | {"max_tokens": 0}, body | {"max_tokens": 1}, body | {"max_tokens": 9, "stream": True}
     )
     (choice,) = choices_of(only)
     assert choice["text"] == TEXT
@@ -144,7 +112,7 @@ def test_echo_and_logprobs_as_measuring_tools_ask_for_them(llm: LLM) -> None:
 
 def test_logprobs_of_a_stream_are_those_of_a_whole_answer(llm: LLM) -> None:
     body = {"prompt": TEXT, "seed": 4, "max_tokens": 30, "logprobs": 2, "logprob_token_ids": [7, 8]}
-    whole, stream = ask(llm, body, body | {"stream": True})
+    whole, stream = post(llm, TEXT_PATH, body, body | {"stream": True})
     told = choices_of(whole)[0]["logprobs"]
     events = [e["choices"][0]["logprobs"] for e in events_of(stream.text) if e["choices"][0]["logprobs"]]
     for name, values in told.items():
@@ -156,7 +124,9 @@ def test_logprobs_of_a_stream_are_those_of_a_whole_answer(llm: LLM) -> None:
 
 def test_tokens_can_be_shown_by_their_ids(llm: LLM) -> None:
     body = {"prompt": TEXT, "temperature": 0, "max_tokens": 4, "logprobs": 0}
-    (answer,) = ask(llm, body | {"return_token_ids": True, "return_tokens_as_token_ids": True, "prompt_logprobs": 1})
+    (answer,) = post(
+        llm, TEXT_PATH, body | {"return_token_ids": True, "return_tokens_as_token_ids": True, "prompt_logprobs": 1}
+    )
     (choice,) = choices_of(answer)
     assert choice["prompt_token_ids"] == llm.tokenizer.encode(TEXT)
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
@@ -171,7 +141,7 @@ def test_parts_of_a_character_are_shown_as_bytes(llm: LLM) -> None:
     emoji = llm.tokenizer.encode("\U0001f642")
     assert len(emoji) == 4
     body = {"prompt": [emoji], "echo": True, "logprobs": 0, "max_tokens": 0}
-    (answer,) = ask(llm, body)
+    (answer,) = post(llm, TEXT_PATH, body)
     (choice,) = choices_of(answer)
     assert choice["text"] == "\U0001f642"
     assert choice["logprobs"]["tokens"] == [f"bytes:\\x{byte:02x}" for byte in "\U0001f642".encode()]
@@ -188,7 +158,7 @@ def test_pieces_put_together_are_the_whole_answer(llm: LLM, seed: int) -> None:
     }  # fmt: skip
     asked = {"stream": True, "stream_options": {"include_usage": True}, "stream_interval": seed + 1}
     plain = {"speculative": {"tree": "off"}}
-    whole, stream, unguessed = ask(llm, body, body | asked, body | plain)
+    whole, stream, unguessed = post(llm, TEXT_PATH, body, body | asked, body | plain)
     *events, last = events_of(stream.text)
     assert last["usage"]["completion_tokens"] == whole.json()["usage"]["completion_tokens"]
     for choice, other in zip(choices_of(whole), choices_of(unguessed), strict=True):
@@ -213,7 +183,7 @@ def test_stop_strings_never_leak(llm: LLM, interval: int) -> None:
     stop = whole[30:34]
     cut = whole[: whole.index(stop)]
     body = {"prompt": TEXT, "seed": 5, "max_tokens": 60, "ignore_eos": True, "stop": [stop], "stream": True}
-    (answer,) = ask(llm, body | {"stream_interval": interval})
+    (answer,) = post(llm, TEXT_PATH, body | {"stream_interval": interval})
     events = events_of(answer.text)
     assert joined(events) == cut
     shown = ""
@@ -222,15 +192,15 @@ def test_stop_strings_never_leak(llm: LLM, interval: int) -> None:
         assert cut.startswith(shown)
     assert events[-1]["choices"][0]["stop_reason"] == stop
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
-    (kept,) = ask(llm, body | {"stream": False, "include_stop_str_in_output": True})
+    (kept,) = post(llm, TEXT_PATH, body | {"stream": False, "include_stop_str_in_output": True})
     assert choices_of(kept)[0]["text"] == cut + stop
 
 
 def test_usage_adds_up(llm: LLM) -> None:
     body = {"prompt": [TEXT, "a"], "n": 2, "max_tokens": 7, "ignore_eos": True, "stream": True}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    bare, told, always = ask(
-        llm, body, body | {"stream_options": {"include_usage": True}}, body | {"stream_options": options}
+    bare, told, always = post(
+        llm, TEXT_PATH, body, body | {"stream_options": {"include_usage": True}}, body | {"stream_options": options}
     )
     num_prompt = len(llm.tokenizer.encode(TEXT)) + 1
     assert all("usage" not in event for event in events_of(bare.text))
@@ -248,7 +218,7 @@ def test_usage_adds_up(llm: LLM) -> None:
 
 def test_cached_tokens_are_reported_and_salts_keep_them_apart(llm: LLM) -> None:
     body = {"prompt": TEXT * 4, "max_tokens": 2, "cache_salt": "mine"}
-    answers = ask(llm, body, body, body | {"cache_salt": "other"}, body | {"echo": True, "logprobs": 0})
+    answers = post(llm, TEXT_PATH, body, body, body | {"cache_salt": "other"}, body | {"echo": True, "logprobs": 0})
     cached = [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
     assert cached[0] == cached[2] == 0
     assert cached[1] > 0
@@ -259,19 +229,19 @@ def test_keys_do_not_share_cached_prefixes(llm: LLM) -> None:
     body = {"prompt": TEXT * 4, "max_tokens": 2}
     keys = ("a-long-key-of-one", "a-long-key-of-another")
 
-    async def ask_with(*order: str) -> list[int]:
-        async with served(llm, api_keys=keys) as (client, _):
-            answers = [await client.post("/v1/completions", json=body, headers={"api-key": key}) for key in order]
+    async def work(client: httpx.AsyncClient, state: ServerState) -> list[int]:
+        order = (keys[0], *keys)
+        answers = [await client.post(TEXT_PATH, json=body, headers={"api-key": key}) for key in order]
         return [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
 
-    first, again, other = asyncio.run(ask_with(keys[0], *keys))
+    first, again, other = serve(llm, work, api_keys=keys)
     assert first == other == 0
     assert again > 0
 
 
 def test_counters_of_speculation_come_with_one_output(llm: LLM) -> None:
     body = {"prompt": TEXT, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
-    whole, stream = ask(llm, body, body | {"stream": True, "stream_options": {"include_usage": True}})
+    whole, stream = post(llm, TEXT_PATH, body, body | {"stream": True, "stream_options": {"include_usage": True}})
     counted = whole.json()["metrics"]["speculative_decoding"]
     assert counted["num_draft_tokens"] > 0
     assert counted["num_accepted_draft_tokens"] > 0
@@ -281,10 +251,10 @@ def test_counters_of_speculation_come_with_one_output(llm: LLM) -> None:
 
 def test_a_prediction_is_counted(llm: LLM) -> None:
     base = {"prompt": TEXT, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
-    (first,) = ask(llm, base)
+    (first,) = post(llm, TEXT_PATH, base)
     text = choices_of(first)[0]["text"]
     num_predicted = len(llm.tokenizer.encode(text))
-    (answer,) = ask(llm, base | {"prediction": {"type": "content", "content": text}})
+    (answer,) = post(llm, TEXT_PATH, base | {"prediction": {"type": "content", "content": text}})
     assert choices_of(answer)[0]["text"] == text
     details = answer.json()["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 0
@@ -294,7 +264,7 @@ def test_a_prediction_is_counted(llm: LLM) -> None:
 
 def test_traces_are_sent_to_those_who_ask(llm: LLM) -> None:
     body = {"prompt": TEXT, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
-    plain, whole, stream = ask(llm, body, body | {"trace": True}, body | {"trace": True, "stream": True})
+    plain, whole, stream = post(llm, TEXT_PATH, body, body | {"trace": True}, body | {"trace": True, "stream": True})
     assert "specinfer" not in choices_of(plain)[0]
     told = choices_of(whole)[0]["specinfer"]
     assert len(told["origins"]) == 12
@@ -309,7 +279,7 @@ def test_traces_are_sent_to_those_who_ask(llm: LLM) -> None:
 def test_a_whole_answer_has_a_limited_number_of_trees(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specinfer.server.generations._MAX_TRACED_NODES", 20)
     body = {"prompt": TEXT, "max_tokens": 40, "ignore_eos": True, "trace": True}
-    whole, stream = ask(llm, body, body | {"stream": True})
+    whole, stream = post(llm, TEXT_PATH, body, body | {"stream": True})
     told = choices_of(whole)[0]["specinfer"]
     assert len(told["origins"]) == 40
     assert 0 < sum(1 + len(step["nodes"]) for step in told["steps"]) <= 20
@@ -344,8 +314,9 @@ def test_steps_that_come_together_are_kept_up_to_the_limit_of_trees(monkeypatch:
 
 def test_limits_nobody_asked_for_give_way(llm: LLM) -> None:
     ids = [5] * (llm.max_model_len - 3)
-    short, cut = ask(
+    short, cut = post(
         llm,
+        TEXT_PATH,
         {"prompt": ids, "ignore_eos": True},
         {"prompt": [5] * 500, "max_tokens": 6, "ignore_eos": True, "truncate_prompt_tokens": -1},
     )
@@ -353,44 +324,11 @@ def test_limits_nobody_asked_for_give_way(llm: LLM) -> None:
     assert cut.json()["usage"]["total_tokens"] == llm.max_model_len
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
-        ({"model": "other"}, 404, "model"),
-        ({"best_of": 2}, 400, "best_of"),
-        ({"suffix": "a"}, 400, "suffix"),
-        ({"guided_json": 5}, 400, "structured_outputs"),
-        ({"guided_json": {}, "guided_regex": "a"}, 400, "structured_outputs"),
-        ({"json_schema": {}, "response_format": {"type": "json_object"}}, 400, "structured_outputs"),
-        ({"grammar": "root ::= ("}, 400, "structured_outputs"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"max_tokens": -1}, 400, "max_tokens"),
-        ({"min_tokens": 17}, 400, "min_tokens"),
-        ({"logit_bias": {"96": 1}}, 400, "logit_bias"),
-        ({"stop_token_ids": [96]}, 400, "stop_token_ids"),
-        ({"logprob_token_ids": [96]}, 400, "logprob_token_ids"),
-        ({"request_id": "a\nb"}, 400, "request_id"),
-        ({"cache_salt": ""}, 400, "cache_salt"),
-        ({"temperature": "hot"}, 400, "temperature"),
-        ({"stream": True, "n": 129}, 400, "n"),
-        ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
-        ({"tools": [{}]}, 400, "tools"),
-        ({"n": 128, "prompt": ["a"] * 2, "max_tokens": 200, "logprobs": 100}, 400, "logprobs"),
-        ({"n": 100, "prompt": [[5] * 200] * 2, "prompt_logprobs": 50}, 400, "prompt_logprobs"),
-    ],
-)
-def test_refusals_have_a_status_and_name_the_field(llm: LLM, fields: dict[str, Any], status: int, param: str) -> None:
-    (answer,) = ask(llm, {"prompt": "a"} | fields)
-    assert answer.status_code == status, answer.text
-    assert answer.json()["error"]["param"] == param
-
-
 def test_the_schema_has_streams_and_refusals(llm: LLM) -> None:
-    async def run() -> Any:
-        async with served(llm) as (client, _):
-            return (await client.get("/openapi.json")).json()
+    async def run(client: httpx.AsyncClient, state: ServerState) -> Any:
+        return (await client.get("/openapi.json")).json()
 
-    schema = asyncio.run(run())
+    schema = serve(llm, run)
     for path in ("/v1/completions", "/v1/chat/completions"):
         answers = schema["paths"][path]["post"]["responses"]
         assert set(answers) == {"200", "4XX", "5XX"}
@@ -400,76 +338,57 @@ def test_the_schema_has_streams_and_refusals(llm: LLM) -> None:
 
 
 def test_request_ids_are_the_callers(llm: LLM) -> None:
-    named, other = ask(llm, {"prompt": "a", "request_id": "mine"}, {"prompt": "a"})
+    named, other = post(llm, TEXT_PATH, {"prompt": "a", "request_id": "mine"}, {"prompt": "a"})
     assert named.json()["id"] == "cmpl-mine"
     assert other.json()["id"] != "cmpl-mine"
 
 
 def test_too_much_at_once_is_refused_before_the_stream(llm: LLM) -> None:
-    async def run() -> None:
-        limits = QueueLimits(max_num_queued_reqs=0)
-        async with served(llm, limits) as (client, _):
-            long = {"prompt": "a", "n": 32, "max_tokens": 200, "ignore_eos": True}
-            first = asyncio.create_task(client.post("/v1/completions", json=long))
-            while llm.engine.scheduler.running == []:
-                await asyncio.sleep(0.005)
-            refused = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
-            assert refused.status_code == 429
-            assert refused.headers["retry-after"]
-            assert (await first).status_code == 200
-            many = {"prompt": "a", "n": 33, "max_tokens": 2}
-            others = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in (long, many)]
-            assert (await others[1]).status_code == 429
-            assert (await others[0]).status_code == 200
-            alone = await client.post("/v1/completions", json=many)
-            assert len(choices_of(alone)) == 33
-            never = await client.post("/v1/completions", json={"prompt": ["a"] * 33})
-            assert never.status_code == 400
+    async def run(client: httpx.AsyncClient, state: ServerState) -> None:
+        long = {"prompt": "a", "n": 32, "max_tokens": 200, "ignore_eos": True}
+        first = asyncio.create_task(client.post("/v1/completions", json=long))
+        while llm.engine.scheduler.running == []:
+            await asyncio.sleep(0.005)
+        refused = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        assert (await first).status_code == 200
+        many = {"prompt": "a", "n": 33, "max_tokens": 2}
+        others = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in (long, many)]
+        assert (await others[1]).status_code == 429
+        assert (await others[0]).status_code == 200
+        alone = await client.post("/v1/completions", json=many)
+        assert len(choices_of(alone)) == 33
+        never = await client.post("/v1/completions", json={"prompt": ["a"] * 33})
+        assert never.status_code == 400
 
-    asyncio.run(run())
+    serve(llm, run, limits=QueueLimits(max_num_queued_reqs=0))
 
 
-def test_a_failure_in_a_stream_is_sent_in_it(llm: LLM) -> None:
-    async def run() -> None:
-        async with served(llm, QueueLimits(request_timeout=1.0)) as (client, engine):
-            slow_down(engine)
-            body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "speculative": {"tree": "off"}}
-            answer = await client.post("/v1/completions", json=body | {"stream": True})
-            assert answer.status_code == 200
-            *events, last = events_of(answer.text)
-            assert events
-            assert all(c["finish_reason"] is None for event in events for c in event["choices"])
-            assert last["error"]["code"] == "timeout"
-            answer = await client.post("/v1/completions", json=body)
-            assert answer.status_code == 504
-            assert answer.headers["x-should-retry"] == "false"
+def test_a_failure_in_a_stream_is_sent_in_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_steps(monkeypatch, 0.03)
 
-    asyncio.run(run())
+    with Server(llm, limits=QueueLimits(request_timeout=1.0)) as server:
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "speculative": {"tree": "off"}}
+        answer = server.post("/v1/completions", json=body | {"stream": True})
+        assert answer.status_code == 200
+        *events, last = events_of(answer.text)
+        assert events
+        assert all(c["finish_reason"] is None for event in events for c in event["choices"])
+        assert last["error"]["code"] == "timeout"
+        answer = server.post("/v1/completions", json=body)
+        assert answer.status_code == 504
+        assert answer.headers["x-should-retry"] == "false"
 
 
-def slow_down(engine: AsyncLLM, seconds: float = 0.03) -> None:
-    """Each step takes at least so long."""
+def test_silence_is_filled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_steps(monkeypatch, 0.1)
 
-    class Sleeper:
-        def on_tokens(self, *_: object) -> None:
-            pass
-
-        def on_step(self, _: object) -> None:
-            time.sleep(seconds)
-
-    engine.llm.engine.observers.append(Sleeper())
-
-
-def test_silence_is_filled(llm: LLM) -> None:
-    async def run() -> None:
-        async with served(llm, ping_seconds=0.02) as (client, engine):
-            slow_down(engine, 0.1)
-            body = {"prompt": "a", "max_tokens": 8, "ignore_eos": True, "stream": True}
-            answer = await client.post("/v1/completions", json=body)
-            assert answer.text.count(": ping\n\n") >= 2
-            assert len(events_of(answer.text)) >= 2
-
-    asyncio.run(run())
+    with Server(llm, ping_seconds=0.02) as server:
+        body = {"prompt": "a", "max_tokens": 8, "ignore_eos": True, "stream": True}
+        answer = server.post("/v1/completions", json=body)
+        assert answer.text.count(": ping\n\n") >= 2
+        assert len(events_of(answer.text)) >= 2
 
 
 def test_middles_are_filled_in_by_models_that_know_how(tmp_path: Path) -> None:
@@ -480,7 +399,7 @@ def test_middles_are_filled_in_by_models_that_know_how(tmp_path: Path) -> None:
     tokenizer.save_pretrained(folder)
     llm = LLM(folder, drafters=[])
     body = {"prompt": "the ", "suffix": " end", "max_tokens": 4, "return_token_ids": True, "temperature": 0}
-    filled, echoed = ask(llm, body, body | {"echo": True})
+    filled, echoed = post(llm, TEXT_PATH, body, body | {"echo": True})
     ids = [96, *tokenizer.encode("the "), 97, *tokenizer.encode(" end"), 98]
     assert choices_of(filled)[0]["prompt_token_ids"] == ids
     assert echoed.status_code == 400
@@ -494,7 +413,7 @@ def test_the_makers_recommendations_are_followed(tmp_path: Path) -> None:
     greedy = llm.generate(TEXT, SamplingParams(temperature=0))[0].outputs[0].text
     sampled = llm.generate(TEXT, SamplingParams(seed=1))[0].outputs[0].text
     assert greedy != sampled
-    default, asked = ask(llm, {"prompt": TEXT, "seed": 1}, {"prompt": TEXT, "seed": 1, "temperature": 1.0})
+    default, asked = post(llm, TEXT_PATH, {"prompt": TEXT, "seed": 1}, {"prompt": TEXT, "seed": 1, "temperature": 1.0})
     assert choices_of(default)[0]["text"] == greedy
     assert choices_of(asked)[0]["text"] == sampled
 
@@ -519,7 +438,7 @@ def test_how_large_a_tree_a_request_may_ask_for(
     if is_streamed:
         stream = SimpleNamespace(seconds_waiting=0.0, bytes_read=0, seconds_reading=0.0, bytes_per_pass=1)
         monkeypatch.setattr(llm.target, "loaded", replace(llm.target.loaded, stream=stream))
-    (answer,) = ask(llm, {"prompt": TEXT, "max_tokens": 3, "speculative": {"tree": tree}}, **config)
+    (answer,) = post(llm, TEXT_PATH, {"prompt": TEXT, "max_tokens": 3, "speculative": {"tree": tree}}, **config)
     if limit is None:
         assert answer.status_code == 200, answer.text
     else:
@@ -543,32 +462,12 @@ def _with_beginning(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [
-        ({"guided_choice": ["zz", "qq"]}, ("zz", "qq")),
-        ({"guided_regex": "z{3}"}, ("zzz",)),
-        ({"regex": "z{3}"}, ("zzz",)),
-        ({"guided_json": {"type": "null"}}, ("null",)),
-        ({"json_schema": {"type": "null"}}, ("null",)),
-        ({"guided_grammar": 'root ::= "zz"'}, ("zz",)),
-        ({"grammar": 'start: "zz"'}, ("zz",)),
-    ],
-    ids=str,
-)
-def test_constraints_under_the_names_of_other_engines_hold(
-    llm: LLM, fields: dict[str, Any], wanted: Sequence[str]
-) -> None:
-    (answer,) = ask(llm, {"prompt": "a", "max_tokens": 20} | fields)
-    assert answer.json()["choices"][0]["text"] in wanted
-    assert IGNORED_HEADER not in answer.headers
-
-
 def test_an_empty_prompt_is_the_token_that_begins_texts(tmp_path: Path) -> None:
     llm = LLM(_with_beginning(tmp_path))
     body = {"max_tokens": 4, "ignore_eos": True, "seed": 3, "return_token_ids": True, "echo": True}
-    one, listed, ids, without, none = ask(
+    one, listed, ids, without, none = post(
         llm,
+        TEXT_PATH,
         body | {"prompt": ""},
         body | {"prompt": ["", "the"]},
         body | {"prompt": [BOS]},
@@ -590,7 +489,7 @@ def test_an_empty_prompt_is_the_token_that_begins_texts(tmp_path: Path) -> None:
 def test_a_middle_is_filled_in_within_the_tokenizers_frame(tmp_path: Path, prompt: str) -> None:
     llm = LLM(_with_beginning(tmp_path))
     body = {"prompt": prompt, "suffix": " end", "max_tokens": 1, "return_token_ids": True}
-    framed, bare = ask(llm, body, body | {"add_special_tokens": False})
+    framed, bare = post(llm, TEXT_PATH, body, body | {"add_special_tokens": False})
     (choice,), (without,) = choices_of(framed), choices_of(bare)
     assert choice["prompt_token_ids"] == [BOS, *without["prompt_token_ids"]]
     assert without["prompt_token_ids"][0] == llm.tokenizer.convert_tokens_to_ids("<|fim_prefix|>")
@@ -598,12 +497,13 @@ def test_a_middle_is_filled_in_within_the_tokenizers_frame(tmp_path: Path, promp
 
 def test_a_stop_token_is_a_part_of_the_text_if_asked_for(llm: LLM) -> None:
     body = {"prompt": "the", "seed": 5, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
-    (plain,) = choices_of(ask(llm, body)[0])
+    (plain,) = choices_of(post(llm, TEXT_PATH, body)[0])
     place = next(i for i, token in enumerate(plain["token_ids"]) if i > 2 and token not in plain["token_ids"][:i])
     stop = {"stop_token_ids": [plain["token_ids"][place]]}
     kept = {"include_stop_str_in_output": True}
-    without, including, streamed, whole = ask(
+    without, including, streamed, whole = post(
         llm,
+        TEXT_PATH,
         body | stop,
         body | stop | kept,
         body | stop | kept | {"stream": True},
@@ -618,5 +518,5 @@ def test_a_stop_token_is_a_part_of_the_text_if_asked_for(llm: LLM) -> None:
 
 
 def test_parts_of_requests_that_are_ignored_are_named(llm: LLM) -> None:
-    (answer,) = ask(llm, {"prompt": "a", "max_new_tokens": 5, "stream_options": {}})
+    (answer,) = post(llm, TEXT_PATH, {"prompt": "a", "max_new_tokens": 5, "stream_options": {}})
     assert answer.headers[IGNORED_HEADER] == "max_new_tokens, stream_options"

@@ -1,9 +1,8 @@
 """Settings of the server: where they come from, which goes first, and what is refused."""
 
-import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,11 @@ Result = Any
 
 
 @pytest.fixture(autouse=True)
-def _bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No variable of the one who runs the tests, and the log as it was."""
-    import os
-
+def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of the one who runs the tests."""
     for name in list(os.environ):
         if name.startswith("SPECINFER_") and name != "SPECINFER_NATIVE":
             monkeypatch.delenv(name)
-    root, ours = logging.getLogger(), logging.getLogger("specinfer")
-    before = root.handlers[:], root.level, ours.level
-    yield
-    root.handlers[:], root.level = before[0], before[1]
-    ours.setLevel(before[2])
-    logging.captureWarnings(False)
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,12 @@
 """Requests that are larger than the context: each API says so in its own words, and limits give way to it."""
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from serving import served
+from serving import ask
 from specinfer import LLM, RequestError, SamplingParams
 from specinfer.core.errors import ContextLengthError
 
@@ -40,14 +39,6 @@ def body_of(path: str, text: str, limit: int | None = None, **fields: Any) -> di
     if limit_name == "num_predict":
         return body | fields | {"stream": False, "options": {} if limit is None else {"num_predict": limit}}
     return body | fields | ({} if limit is None else {limit_name: limit})
-
-
-def ask(llm: LLM, *requests: tuple[str, dict[str, Any]]) -> list[httpx.Response]:
-    async def run() -> list[httpx.Response]:
-        async with served(llm) as (client, _):
-            return [await client.post(path, json=body) for path, body in requests]
-
-    return asyncio.run(run())
 
 
 def message_of(answer: httpx.Response) -> str:

@@ -8,10 +8,11 @@ import httpx
 import pytest
 
 from reference import greedy
-from serving import served, served_on_port
+from serving import serve, served_on_port
 from specinfer import LLM
 from specinfer.bench.latency import run_latency
 from specinfer.bench.options import LatencyConfig
+from specinfer.server.state import ServerState
 from tests.server.browser import Browser
 from tests.server.page_api import NEEDS_CHROMIUM, ask_tiny
 from tiny import HYBRIDS, KINDS_OF_HYBRIDS, make_model, quick
@@ -33,13 +34,12 @@ def test_the_server_answers_with_the_tokens_of_transformers(family: str, model_f
     llm = _loaded(family, model_folder)
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
-    async def ask() -> list[httpx.Response]:
-        async with served(llm) as (client, _):
-            posts = [client.post("/v1/completions", json=body | more) for more in ({}, {"stream": True})]
-            answers = await asyncio.gather(*posts)
-            return [*answers, await client.get("/")]
+    async def ask(client: httpx.AsyncClient, state: ServerState) -> list[httpx.Response]:
+        posts = [client.post("/v1/completions", json=body | more) for more in ({}, {"stream": True})]
+        answers = await asyncio.gather(*posts)
+        return [*answers, await client.get("/")]
 
-    answer, stream, front = asyncio.run(ask())
+    answer, stream, front = serve(llm, ask)
     wanted = llm.tokenizer.decode(greedy(make_model(family), PROMPT, 12), skip_special_tokens=True)
     assert answer.json()["choices"][0]["text"] == wanted
     assert stream.text.endswith("data: [DONE]\n\n")

@@ -269,7 +269,7 @@ def test_lines_show_how_far_prompts_are_read(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Speed is that of the interval, without cached tokens, and held slots count even if they are cached."""
-    slow_steps(monkeypatch)
+    slow_steps(monkeypatch, 0.03)
     target = LLM(model_folder(tokenizer=True), drafters=[], max_num_batched_tokens=8)
     (prompt,) = random_prompts([200], seed=3)
 
@@ -317,21 +317,14 @@ def test_lines_come_by_themselves(llm: LLM, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_log_lines_name_their_request(capsys: pytest.CaptureFixture[str]) -> None:
-    root, ours = logging.getLogger(), logging.getLogger("specinfer")
-    before = root.handlers[:], root.level, ours.level
-    try:
-        configure("info")
-        mark = REQUEST_ID.set("abc")
-        logging.getLogger("specinfer.server").info("inside")
-        REQUEST_ID.reset(mark)
-        logging.getLogger("specinfer.server").info("outside")
-        logging.getLogger("specinfer.server").info("%s", "one\nINFO forged \x1b[31m")
-        logging.getLogger("elsewhere").info("not shown")
-        root.handlers[0].flush()
-    finally:
-        root.handlers[:], root.level = before[0], before[1]
-        ours.setLevel(before[2])
-        logging.captureWarnings(False)
+    configure("info")
+    mark = REQUEST_ID.set("abc")
+    logging.getLogger("specinfer.server").info("inside")
+    REQUEST_ID.reset(mark)
+    logging.getLogger("specinfer.server").info("outside")
+    logging.getLogger("specinfer.server").info("%s", "one\nINFO forged \x1b[31m")
+    logging.getLogger("elsewhere").info("not shown")
+    logging.getLogger().handlers[0].flush()
     inside, outside, foreign = capsys.readouterr().err.splitlines()
     assert "specinfer.server [abc]: inside" in inside
     assert "specinfer.server: outside" in outside

@@ -174,32 +174,6 @@ def test_tools_of_ollama(clients: Clients) -> None:
     assert answer.eval_count == 3
 
 
-def test_structured_output(clients: Clients) -> None:
-    config: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    message = clients.anthropic.messages.create(
-        model="tiny", messages=MESSAGES, max_tokens=100, output_config=config, system=[{"type": "text", "text": "Be."}]
-    )
-    assert message.content[0].type == "text"
-    assert json.loads(message.content[0].text)["city"] in ("Paris", "Rome")
-    assert message.stop_reason == "end_turn"
-    answer = clients.ollama.chat("tiny", MESSAGES, format=SCHEMA)
-    assert json.loads(answer.message.content or "")["city"] in ("Paris", "Rome")
-    answered = clients.ollama.generate("tiny", "Rome?", format=SCHEMA, raw=True)
-    assert json.loads(answered.response or "")["city"] in ("Paris", "Rome")
-
-
-def test_stop_sequences(clients: Clients) -> None:
-    extra: Any = {"structured_outputs": {"regex": "abcXdef"}}
-    message = clients.anthropic.messages.create(
-        model="tiny", messages=MESSAGES, max_tokens=99, stop_sequences=["X"], extra_body=extra
-    )
-    assert [block.text for block in message.content if block.type == "text"] == ["abc"]
-    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "X")
-    body = {"model": "tiny", "prompt": "a", "options": {"stop": ["X"]}, "stream": False, **extra}
-    answer = httpx.post(f"{clients.url}/api/generate", json=body, headers={"x-api-key": KEY})
-    assert (answer.json()["response"], answer.json()["done_reason"]) == ("abc", "stop")
-
-
 def test_the_answer_continues_a_last_message_of_the_assistant(clients: Clients) -> None:
     turns: Any = [*MESSAGES, {"role": "assistant", "content": "It is"}]
     counted = clients.anthropic.messages.count_tokens(model="tiny", messages=turns)
@@ -243,31 +217,13 @@ def test_an_answer_of_thoughts_alone_is_not_continued(clients: Clients) -> None:
 def test_errors(clients: Clients) -> None:
     import anthropic
 
-    long: Any = [{"role": "user", "content": "a" * 4000}]
     with pytest.raises(anthropic.NotFoundError, match="not served here") as wrong:
         clients.anthropic.messages.create(model="other", messages=MESSAGES, max_tokens=1)
     assert wrong.value.type == "not_found_error"
-    with pytest.raises(anthropic.BadRequestError, match="2048"):
-        clients.anthropic.messages.create(model="tiny", messages=long, max_tokens=1)
+    with pytest.raises(anthropic.BadRequestError, match="system: must be text"):
+        clients.anthropic.messages.create(model="tiny", messages=MESSAGES, max_tokens=1, system=5)
     with pytest.raises(anthropic.AuthenticationError, match="API key"):
         clients.anthropic.with_options(api_key="wrong").messages.create(model="tiny", messages=MESSAGES, max_tokens=1)
-    bad: Any
-    for bad, name in (
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, r"tools\[0\]\.name"),
-        ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [TOOL]}, r"tool_choice\.name"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]\.content\[0\]\.type"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, r"messages\[0\]\.role"),
-        ({"system": 5}, "system: must be text"),
-        ({"messages": [{"role": "user", "content": []}]}, r"messages\[0\]\.content: empty"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, r"output_config\.format: must be"),
-        ({"extra_body": {"temperature": -1.0}}, "temperature"),
-        ({"extra_body": {"n": 2}}, "n: "),
-        ({"extra_body": {"trace": True}}, "trace"),
-        ({"max_tokens": -1}, "max_tokens"),
-    ):
-        with pytest.raises(anthropic.BadRequestError, match=name):
-            clients.anthropic.messages.create(**{"model": "tiny", "messages": MESSAGES, "max_tokens": 1} | bad)
 
 
 def test_errors_of_ollama(clients: Clients) -> None:
@@ -281,20 +237,6 @@ def test_errors_of_ollama(clients: Clients) -> None:
     assert closed.value.status_code == 401
     with pytest.raises(ollama.ResponseError, match="2048"):
         next(iter(clients.ollama.generate("tiny", "a" * 4000, stream=True)))
-    bad: Any
-    for bad, name in (
-        ({"options": {"temperature": -1}}, r"options\.temperature"),
-        ({"options": {"temperature": "hot"}}, r"options\.temperature"),
-        ({"options": {"repeat_penalty": -1.0}}, r"options\.repeat_penalty"),
-        ({"template": "{{ .Prompt }}"}, "template"),
-        ({"context": [1]}, "context"),
-        ({"raw": True, "system": "a"}, "system"),
-        ({"images": [b"abcd"]}, "images"),
-        ({"format": {"enum": ["a"] * 3000}}, "format"),
-    ):
-        with pytest.raises(ollama.ResponseError, match=name) as refused:
-            clients.ollama.generate("tiny", **{"prompt": "a"} | bad)
-        assert refused.value.status_code == 400
     for refusing in (
         lambda: clients.ollama.pull("a"), lambda: clients.ollama.push("a"), lambda: clients.ollama.delete("a"),
         lambda: clients.ollama.copy("a", "b"), lambda: clients.ollama.create("a", from_="b"),

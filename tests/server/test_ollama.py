@@ -2,76 +2,49 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import ollama
 import pytest
 
+from dialects import OLLAMA_CHAT, USER
 from serving import served_on_port
-from specinfer import LLM
 from specinfer.core.outputs import TextChunk
 from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server.blocks import Blocks
 from specinfer.server.field_checks import IGNORED_HEADER
 from specinfer.server.ollama_pieces import Pieces
-from tests.server.scripted_target import TEMPLATES, scripted
+from tests.server.scripted_target import TEMPLATES, Talk, scripted, talking_to
 from tiny import make_request
 
-USER = {"role": "user", "content": "Hi."}
 CALLS = [{"function": {"name": name, "arguments": {"city": name}}} for name in ("time", "weather")]
 
 
-class Server:
-    """A server whose answers are written beforehand."""
-
-    def __init__(self, llm: LLM, url: str) -> None:
-        self.llm, self.client = llm, httpx.Client(base_url=url, timeout=60)
-
-    def close(self) -> None:
-        self.client.close()
-
-    def chat(self, **body: Any) -> httpx.Response:
-        given = {"model": "tiny", "messages": [USER], "stream": False, **body}
-        return self.client.post("/api/chat", json=given)
-
-    def prompt(self, **body: Any) -> str:
-        """The prompt of a request, which is served."""
-        answer = self.chat(**body)
-        assert answer.status_code == 200, answer.text
-        return str(self.llm.script.prompts[-1])
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with (
-        scripted(["Fine."], template=TEMPLATES["thinking"], max_len=512) as llm,
-        served_on_port(llm) as url,
-        closing(Server(llm, url)) as made,
-    ):
+def talk() -> Iterator[Talk]:
+    with talking_to(OLLAMA_CHAT, ["Fine."], template=TEMPLATES["thinking"], max_len=512) as made:
         yield made
 
 
 # ------------------------------------------------------------------------------------------- models
 
 
-def test_clients_that_compare_versions_find_a_release_of_ollama(server: Server) -> None:
-    version = server.client.get("/api/version").json()["version"]
+def test_clients_that_compare_versions_find_a_release_of_ollama(talk: Talk) -> None:
+    version = talk.server.get("/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
 
 
 @pytest.mark.parametrize("path", ["/api/version", "/api/tags", "/api/ps", "/v1/models", "/version", "/health", "/"])
-def test_whatever_can_be_read_has_headers(server: Server, path: str) -> None:
-    answer, whole = server.client.head(path), server.client.get(path)
+def test_whatever_can_be_read_has_headers(talk: Talk, path: str) -> None:
+    answer, whole = talk.server.request("HEAD", path), talk.server.get(path)
     assert (answer.status_code, answer.content) == (200, b"")
     assert answer.headers["content-type"] == whole.headers["content-type"]
-    assert server.client.head("/api/chat").status_code == 405
+    assert talk.server.request("HEAD", "/api/chat").status_code == 405
 
 
-def test_a_model_is_described_by_the_keys_that_clients_read(server: Server) -> None:
-    shown = server.client.post("/api/show", json={"model": "tiny:latest"}).json()
+def test_a_model_is_described_by_the_keys_that_clients_read(talk: Talk) -> None:
+    shown = talk.server.post("/api/show", {"model": "tiny:latest"}).json()
     info = shown["model_info"]
     family = info["general.architecture"]
     assert info["general.basename"] == "tiny"
@@ -80,35 +53,35 @@ def test_a_model_is_described_by_the_keys_that_clients_read(server: Server) -> N
     assert (info[f"{family}.attention.head_count"], info[f"{family}.attention.head_count_kv"]) == (2, 1)
     assert {"completion", "tools"} <= {*shown["capabilities"]}
     assert "insert" not in shown["capabilities"]
-    (listed,) = server.client.get("/api/tags").json()["models"]
+    (listed,) = talk.server.get("/api/tags").json()["models"]
     assert listed["capabilities"] == shown["capabilities"]
 
 
 def test_a_model_with_tokens_for_it_can_fill_in_the_middle() -> None:
     marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-    with scripted(["b"], added_tokens=marks) as llm, served_on_port(llm) as url:
-        assert "insert" in httpx.post(f"{url}/api/show", json={"model": "tiny"}).json()["capabilities"]
+    with talking_to(OLLAMA_CHAT, ["b"], added_tokens=marks) as talk:
+        assert "insert" in talk.server.post("/api/show", {"model": "tiny"}).json()["capabilities"]
 
 
 _ZERO = (0, "0", "0s", 0.0, "0m0s")
 
 
 @pytest.mark.parametrize("keep_alive", [*_ZERO, "5m", -1, None])
-def test_a_model_stays_loaded_whatever_it_is_asked(server: Server, keep_alive: Any) -> None:
+def test_a_model_stays_loaded_whatever_it_is_asked(talk: Talk, keep_alive: Any) -> None:
     for path in ("/api/chat", "/api/generate"):
-        answer = server.client.post(path, json={"model": "tiny", "keep_alive": keep_alive})
+        answer = talk.server.post(path, {"model": "tiny", "keep_alive": keep_alive})
         assert answer.status_code == 200
         assert (answer.json()["done"], answer.json()["done_reason"]) == (
             True,
             "unload" if keep_alive in _ZERO else "load",
         )
-    assert server.chat(keep_alive=keep_alive).json()["message"]["content"] == "Fine."
+    assert talk.post(keep_alive=keep_alive).json()["message"]["content"] == "Fine."
 
 
 # ------------------------------------------------------------------------------------------ options
 
 
-def test_options_that_are_not_known_are_named(server: Server) -> None:
+def test_options_that_are_not_known_are_named(talk: Talk) -> None:
     options = {
         "temperatures": 1,
         "mirostat": 1,
@@ -118,10 +91,9 @@ def test_options_that_are_not_known_are_named(server: Server) -> None:
         "top_k": 5.0,
         "odd": None,
     }
-    answer = server.chat(options=options)
+    answer = talk.post(options=options)
     assert answer.status_code == 200, answer.text
     assert answer.headers[IGNORED_HEADER] == "options.mirostat, options.temperatures, options.tfs_z"
-    assert server.chat(options={"top_k": 5.5}).status_code == 400
 
 
 # ----------------------------------------------------------------------------------------- messages
@@ -130,11 +102,11 @@ def test_options_that_are_not_known_are_named(server: Server) -> None:
 def test_results_belong_to_the_call_with_their_name_or_id() -> None:
     def results_of(*results: dict[str, Any]) -> str:
         turns = [USER, {"role": "assistant", "content": "", "tool_calls": CALLS}]
-        return server.prompt(messages=[*turns, *({"role": "tool"} | result for result in results)])
+        return talk.prompt(messages=[*turns, *({"role": "tool"} | result for result in results)])
 
     shown = "{{ message.name }} {{ message.tool_call_id }};"
     template = TEMPLATES["hermes"].replace("<tool_response>\n{{ message.content }}\n</tool_response>", shown)
-    with scripted(["a"], template=template) as llm, served_on_port(llm) as url, closing(Server(llm, url)) as server:
+    with talking_to(OLLAMA_CHAT, ["a"], template=template) as talk:
         assert "time call_0;" in results_of({"content": "noon"}, {"content": "sunny"}).split("weather call_1;")[0]
         by_name = {"tool_name": "weather", "content": "sunny"}, {"tool_name": "time", "content": "noon"}
         assert "weather call_1;" in results_of(*by_name).split("time call_0;")[0]
@@ -143,12 +115,9 @@ def test_results_belong_to_the_call_with_their_name_or_id() -> None:
         assert "other call_0;" in results_of({"tool_name": "other", "content": "a"})
 
 
-def test_images_of_the_history_are_a_note(server: Server) -> None:
+def test_images_of_the_history_are_a_note(talk: Talk) -> None:
     image = USER | {"images": ["iVBORw0KGgo="]}
-    assert "Hi.\n[image: not shown, this model reads text only]<|im_end|>" in server.prompt(messages=[image, USER])
-    refused = server.chat(messages=[USER, image])
-    assert refused.status_code == 400
-    assert "messages[1].images" in refused.json()["error"]
+    assert "Hi.\n[image: not shown, this model reads text only]<|im_end|>" in talk.prompt(messages=[image, USER])
 
 
 def _long(count: int, size: int = 40) -> list[dict[str, Any]]:
@@ -156,20 +125,20 @@ def _long(count: int, size: int = 40) -> list[dict[str, Any]]:
     return [{"role": roles[i % 2], "content": f"{i}: " + "a, b. " * size} for i in range(count)]
 
 
-def test_the_oldest_messages_of_a_long_conversation_are_cut(server: Server) -> None:
+def test_the_oldest_messages_of_a_long_conversation_are_cut(talk: Talk) -> None:
     system, turns = {"role": "system", "content": "Be brief."}, _long(9)
-    prompt = server.prompt(messages=[system, *turns])
+    prompt = talk.prompt(messages=[system, *turns])
     assert "system\nBe brief.<|im_end|>" in prompt
     assert "user\n8: a" in prompt
     assert "user\n0: a" not in prompt
-    assert len(server.llm.tokenizer.encode(prompt)) <= 512 - 512 // 8
-    refused = server.chat(messages=[system, *turns], truncate=False)
+    assert len(talk.llm.tokenizer.encode(prompt)) <= 512 - 512 // 8
+    refused = talk.post(messages=[system, *turns], truncate=False)
     assert (refused.status_code, refused.json()["code"]) == (400, "context_length_exceeded")
-    assert server.chat(messages=_long(1, 400)).status_code == 400  # the last message alone is too long
-    assert server.chat(messages=[*_long(39, 400), USER]).status_code == 200  # too long to be encoded
+    assert talk.post(messages=_long(1, 400)).status_code == 400  # the last message alone is too long
+    assert talk.post(messages=[*_long(39, 400), USER]).status_code == 200  # too long to be encoded
 
 
-def test_a_result_is_not_cut_off_from_its_call(server: Server) -> None:
+def test_a_result_is_not_cut_off_from_its_call(talk: Talk) -> None:
     rounds = [
         [
             {"role": "assistant", "content": "", "tool_calls": CALLS[:1]},
@@ -177,26 +146,12 @@ def test_a_result_is_not_cut_off_from_its_call(server: Server) -> None:
         ]
         for i in range(6)
     ]
-    prompt = server.prompt(messages=[USER, *(message for pair in rounds for message in pair)])
+    prompt = talk.prompt(messages=[USER, *(message for pair in rounds for message in pair)])
     assert prompt.startswith("<|im_start|>assistant\n<tool_call>")
     assert "5: a" in prompt
 
 
 # ----------------------------------------------------------------------------------------- thoughts
-
-
-@pytest.mark.parametrize(("think", "is_off"), [(True, False), (False, True), ("low", False), (None, False)])
-def test_think_turns_thoughts_on_and_off_where_the_template_can(server: Server, think: Any, is_off: bool) -> None:
-    assert server.prompt(think=think).endswith("assistant\n<think>\n\n</think>\n\n" if is_off else "assistant\n")
-    body = {"model": "tiny", "prompt": "Hi.", "think": think, "stream": False}
-    assert server.client.post("/api/generate", json=body).status_code == 200
-    assert server.llm.script.prompts[-1] == server.prompt(think=think)
-
-
-def test_a_thought_that_is_sent_back_goes_to_the_template(server: Server) -> None:
-    answer = {"role": "assistant", "content": "", "thinking": "Look it up.", "tool_calls": CALLS[:1]}
-    prompt = server.prompt(messages=[USER, answer, {"role": "tool", "content": "noon"}])
-    assert "<think>\nLook it up.\n</think>" in prompt
 
 
 def test_the_official_client_gets_thoughts_and_the_answer() -> None:

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 import specinfer
-from serving import error_of, serve, served_on_port
+from serving import Server, error_of, serve, served_on_port
 from specinfer.llm import LLM
 from specinfer.server.state import ServerState
 
@@ -20,18 +20,16 @@ def llm(model_folder: Callable[..., Path]) -> LLM:
 
 
 def test_the_model_is_listed_under_all_its_names(llm: LLM) -> None:
-    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
-        answer = (await client.get("/v1/models")).json()
+    with Server(llm, names=("tiny", "Some/Model-1B")) as server:
+        answer = server.get("/v1/models").json()
         assert answer["object"] == "list"
         assert [model["id"] for model in answer["data"]] == ["tiny", "Some/Model-1B"]
         for model in answer["data"]:
             assert model["max_model_len"] == llm.max_model_len
-            assert (await client.get(f"/v1/models/{model['id']}")).json() == model
-        missing = await client.get("/v1/models/gpt-4")
+            assert server.get(f"/v1/models/{model['id']}").json() == model
+        missing = server.get("/v1/models/gpt-4")
         assert missing.status_code == 404
         assert error_of(missing)["code"] == "model_not_found"
-
-    serve(llm, body, names=("tiny", "Some/Model-1B"))
 
 
 def test_the_sdk_reads_the_list(llm: LLM) -> None:
@@ -71,30 +69,26 @@ def test_what_can_be_read_has_a_head(llm: LLM, key: str | None) -> None:
     ],
 )  # fmt: skip
 def test_a_path_under_another_one_is_not_found(llm: LLM, method: str, path: str, status: int) -> None:
-    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
-        answer = await client.request(method, path, json={} if method in ("POST", "PATCH") else None)
+    with Server(llm) as server:
+        answer = server.request(method, path, json={} if method in ("POST", "PATCH") else None)
         assert (answer.status_code, error_of(answer)["type"]) == (status, "invalid_request_error")
-
-    serve(llm, body)
 
 
 def test_health_and_version(llm: LLM) -> None:
-    async def body(client: httpx.AsyncClient, state: ServerState) -> None:
+    with Server(llm) as server:
         for answer in (
-            await client.get("/health"),
-            await client.head("/health"),
-            await client.get("/health/ready"),
-            await client.head("/health/ready"),
-            await client.get("/ping"),
-            await client.post("/ping"),
+            server.get("/health"),
+            server.request("HEAD", "/health"),
+            server.get("/health/ready"),
+            server.request("HEAD", "/health/ready"),
+            server.get("/ping"),
+            server.post("/ping"),
         ):
             assert answer.status_code == 200
-        paths = (await client.get("/health")).json()["compute_paths"]
+        paths = server.get("/health").json()["compute_paths"]
         assert paths["target"] in ("native fused layers", "PyTorch")
         assert paths["drafters"] == []
-        assert (await client.get("/version")).json() == {"version": specinfer.__version__}
-
-    serve(llm, body)
+        assert server.get("/version").json() == {"version": specinfer.__version__}
 
 
 def test_load_counts_what_is_being_made(llm: LLM) -> None:

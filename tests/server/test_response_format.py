@@ -6,26 +6,12 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
+from parsing import is_response, reader_of
 from specinfer.core.errors import RequestError
-from specinfer.core.sampling import SamplingParams
-from specinfer.core.structured_outputs import StructuredOutputsParams
-from specinfer.inputs.prompts import PromptReader
 from specinfer.server.response_format import ignored_keys, structured_outputs_of
 from talking import make_talker
 
-TOKENIZER = make_talker()
-READER = PromptReader(TOKENIZER, len(TOKENIZER), 4096, [TOKENIZER.eos_token_id])
-
-
-def _fits(asked: StructuredOutputsParams | None, text: str) -> bool:
-    assert asked is not None
-    grammar = READER.grammar(SamplingParams(structured_outputs=asked))
-    assert grammar is not None
-    for token in TOKENIZER.encode(text, add_special_tokens=False):
-        if not grammar.mask(())[token]:
-            return False
-        grammar.advance(token)
-    return bool(grammar.mask(())[TOKENIZER.eos_token_id])
+READER = reader_of(make_talker())
 
 
 def _json_schema(schema: Any, **more: Any) -> dict[str, Any]:
@@ -41,17 +27,17 @@ def test_text_asks_nothing() -> None:
     assert structured_outputs_of(None) is None
     assert structured_outputs_of({"type": "text"}) is None
     asked = structured_outputs_of({"type": "text"}, {"choice": ["a"], "regex": None})
-    assert _fits(asked, "a")
+    assert is_response(READER, asked, "a")
 
 
 def test_json_objects_and_schemas() -> None:
     asked = structured_outputs_of({"type": "json_object"})
-    assert _fits(asked, '{"a": [1, {}]}')
-    assert not _fits(asked, "[1]")
+    assert is_response(READER, asked, '{"a": [1, {}]}')
+    assert not is_response(READER, asked, "[1]")
     for strict in (None, True, False):
         of_model = structured_outputs_of(_json_schema(City.model_json_schema(), strict=strict))
-        assert _fits(of_model, '{"name": "Rome", "near": {"name": "Paris", "near": null}}')
-        assert not _fits(of_model, '{"name": "Rome", "near": {"name": "Oslo"}}')
+        assert is_response(READER, of_model, '{"name": "Rome", "near": {"name": "Paris", "near": null}}')
+        assert not is_response(READER, of_model, '{"name": "Rome", "near": {"name": "Oslo"}}')
 
 
 OSLO = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
@@ -72,9 +58,9 @@ OSLO = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required"
 def test_a_schema_is_obeyed_wherever_it_is(given: dict[str, Any], ignored: list[str]) -> None:
     for field in ("response_format", "text.format"):
         asked = structured_outputs_of(given, None, field)
-        assert _fits(asked, '{"city": "Oslo"}')
-        assert not _fits(asked, '{"city": "Rome"}')
-        assert not _fits(asked, '{"city": "Oslo", "land": 1}'), "objects are closed"
+        assert is_response(READER, asked, '{"city": "Oslo"}')
+        assert not is_response(READER, asked, '{"city": "Rome"}')
+        assert not is_response(READER, asked, '{"city": "Oslo", "land": 1}'), "objects are closed"
         assert ignored_keys(field, given) == [f"{field}.{name}" for name in ignored]
 
 
@@ -86,9 +72,9 @@ def test_keys_without_effect_are_named() -> None:
 
 def test_strict_keeps_to_every_word() -> None:
     schema = {"type": "object", "not": {"required": ["a"]}}
-    assert _fits(structured_outputs_of(_json_schema(schema)), "{}")
+    assert is_response(READER, structured_outputs_of(_json_schema(schema)), "{}")
     with pytest.raises(RequestError, match=r"^response_format.schema: json: not: no grammar"):
-        _fits(structured_outputs_of(_json_schema(schema, strict=True)), "{}")
+        is_response(READER, structured_outputs_of(_json_schema(schema, strict=True)), "{}")
 
 
 @pytest.mark.parametrize(
@@ -108,8 +94,8 @@ def test_strict_keeps_to_every_word() -> None:
 )
 def test_vllms_field(field: dict[str, Any], fits: str, fails: str) -> None:
     asked = structured_outputs_of(None, field)
-    assert _fits(asked, fits)
-    assert not _fits(asked, fails)
+    assert is_response(READER, asked, fits)
+    assert not is_response(READER, asked, fails)
 
 
 @pytest.mark.parametrize(

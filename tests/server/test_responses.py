@@ -1,25 +1,23 @@
 """/v1/responses through the official client and by hand: items, events, calls, formats, refusals."""
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-import httpx
-import httpx2
 import openai
 import pytest
 from pydantic import BaseModel
 
-from serving import app_of, served
-from specinfer import LLM, AsyncLLM, SamplingParams
+from dialects import with_openai
+from serving import Server, post
+from specinfer import LLM
 from specinfer.server import pending_response
 from specinfer.server.conversations import Conversation, read_conversation
 from specinfer.server.responses_fields import ResponsesFields, read_input
 from talking import HERMES, save_talker
 from tests.server.scripted_target import scripted
 
+PATH = "/v1/responses"
 TOOL: Any = {
     "type": "function",
     "name": "weather",
@@ -41,35 +39,6 @@ WITH_TOOL: Any = {
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(save_talker(tmp_path_factory.mktemp("talker"), HERMES), drafters=["ngram"], max_model_len=2048)
-
-
-@asynccontextmanager
-async def sdk(llm: LLM) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with AsyncLLM(llm) as engine:
-        transport = httpx2.ASGITransport(app=app_of(engine))
-        async with openai.AsyncOpenAI(
-            base_url="http://127.0.0.1/v1",
-            api_key="none",
-            max_retries=0,
-            http_client=httpx2.AsyncClient(transport=transport),
-        ) as client:
-            yield client
-
-
-def with_sdk(llm: LLM, ask: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        async with sdk(llm) as client:
-            return await ask(client)
-
-    return asyncio.run(run())
-
-
-def post(llm: LLM, *bodies: Any) -> list[httpx.Response]:
-    async def run() -> list[httpx.Response]:
-        async with served(llm) as (client, _):
-            return [await client.post("/v1/responses", json=body) for body in bodies]
-
-    return asyncio.run(run())
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
@@ -95,23 +64,19 @@ def ids_of(llm: LLM, items: list[Any], **more: Any) -> list[int]:
     return read_conversation(llm, fields.as_chat(conversation.messages, [])).ids
 
 
-def test_an_answer_is_the_output_of_generate(llm: LLM) -> None:
+def test_an_answer_has_the_fields_of_its_request(llm: LLM) -> None:
     ids = llm.reader.read_chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rome?"}])
-    params = SamplingParams(max_tokens=30, temperature=0.7, top_p=0.9, seed=5)
-    (wanted,) = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
     body = {
         "model": "tiny", "instructions": "Be brief.", "input": "Rome?", "max_output_tokens": 30, "temperature": 0.7,
         "top_p": 0.9, "seed": 5, "metadata": {"a": "b"}, "store": True,
     }  # fmt: skip
     parts = [{"role": "user", "content": [{"type": "input_text", "text": "Rome?"}]}]
-    first, second = post(llm, body, body | {"input": parts})
+    first, second = post(llm, PATH, body, body | {"input": parts})
     said = first.json()
     assert said["output"][0]["content"] == second.json()["output"][0]["content"]
-    assert said["output"][0]["content"][0]["text"] == wanted.outputs[0].text
-    assert said["status"] == ("incomplete" if wanted.outputs[0].finish_reason == "length" else "completed")
-    assert said["usage"]["input_tokens"] == len(ids)
-    assert said["usage"]["output_tokens"] == len(wanted.outputs[0].token_ids)
-    assert said["usage"]["total_tokens"] == len(ids) + len(wanted.outputs[0].token_ids)
+    usage = said["usage"]
+    assert usage["input_tokens"] == len(ids)
+    assert usage["total_tokens"] == len(ids) + usage["output_tokens"]
     assert (said["object"], said["store"], said["metadata"]) == ("response", False, {"a": "b"})
     assert (said["temperature"], said["top_p"], said["instructions"]) == (0.7, 0.9, "Be brief.")
 
@@ -119,7 +84,7 @@ def test_an_answer_is_the_output_of_generate(llm: LLM) -> None:
 def test_a_cut_answer_is_incomplete_and_a_whole_one_completed(llm: LLM) -> None:
     end = {"structured_outputs": {"choice": ["yes"]}}
     cut, whole = (
-        answer.json() for answer in post(llm, {"input": "a", "max_output_tokens": 1} | end, {"input": "a"} | end)
+        answer.json() for answer in post(llm, PATH, {"input": "a", "max_output_tokens": 1} | end, {"input": "a"} | end)
     )
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert cut["output"][0]["status"] == "incomplete"
@@ -130,14 +95,14 @@ def test_a_cut_answer_is_incomplete_and_a_whole_one_completed(llm: LLM) -> None:
 def test_a_format_with_a_schema_is_obeyed_and_other_keys_are_named(llm: LLM) -> None:
     schema = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
     text = {"format": {"type": "json_object", "schema": schema, "foo": 1}, "bar": 2, "verbosity": "low"}
-    (answer,) = post(llm, {"input": "hi", "text": text, "max_output_tokens": 100})
+    (answer,) = post(llm, PATH, {"input": "hi", "text": text, "max_output_tokens": 100})
     assert json.loads(answer.json()["output"][0]["content"][0]["text"]) == {"city": "Oslo"}
     assert answer.headers["x-specinfer-ignored-fields"] == "text.bar, text.format.foo"
 
 
 def test_events_come_in_order_and_sum_to_the_answer(llm: LLM) -> None:
     body = {"input": "Rome?", "max_output_tokens": 12, "temperature": 0}
-    whole, stream = post(llm, body, body | {"stream": True})
+    whole, stream = post(llm, PATH, body, body | {"stream": True})
     events = events_of(stream.text)
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
@@ -154,7 +119,7 @@ def test_events_come_in_order_and_sum_to_the_answer(llm: LLM) -> None:
 
 
 def test_calls_are_items_of_their_own(llm: LLM) -> None:
-    whole, stream = post(llm, WITH_TOOL | {"seed": 2}, WITH_TOOL | {"seed": 2, "stream": True})
+    whole, stream = post(llm, PATH, WITH_TOOL | {"seed": 2}, WITH_TOOL | {"seed": 2, "stream": True})
     (call,) = whole.json()["output"]
     assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
     assert json.loads(call["arguments"])["city"] in ("Paris", "Rome")
@@ -301,7 +266,7 @@ def test_codex_gets_calls_in_the_items_of_its_tools_and_sends_them_back() -> Non
         assert "base64" not in prompt
 
     with scripted([CALLS, CALLS, _tagged("agents__spawn_agent", target="b")], drafters=["ngram"]) as llm:
-        with_sdk(llm, lambda client: talk(client, llm))
+        with_openai(llm, lambda client: talk(client, llm))
 
 
 def test_a_choice_may_name_a_tool_of_each_kind() -> None:
@@ -314,7 +279,7 @@ def test_a_choice_may_name_a_tool_of_each_kind() -> None:
         {"type": "function", "name": "exec_command"},
     ]  # fmt: skip
     with scripted(["no call"]) as llm:
-        answers = post(llm, *[CODEX | {"input": "Go.", "tool_choice": choice} for choice in choices])
+        answers = post(llm, PATH, *[CODEX | {"input": "Go.", "tool_choice": choice} for choice in choices])
     names = ["apply_patch", "wait_agent", "wait_agent", "exec_command"]
     assert [answer.json()["output"][0]["name"] for answer in answers] == names
 
@@ -328,7 +293,7 @@ def test_a_tool_of_a_service_is_left_out_and_named_also_as_the_only_one_that_may
         {"tools": [TOOL], "tool_choice": {"type": "web_search_preview"}}, {"reasoning": {"context": "x"}},
     ]  # fmt: skip
     with scripted(["Hello."]) as llm:
-        answers = post(llm, *[{"input": "Go."} | body for body in bodies])
+        answers = post(llm, PATH, *[{"input": "Go."} | body for body in bodies])
     assert [answer.json()["output"][0]["content"][0]["text"] for answer in answers] == ["Hello."] * len(bodies)
     named = [answer.headers["x-specinfer-ignored-fields"] for answer in answers]
     kinds = ", ".join(f"tools.{tool['type']}" for tool in hosted)
@@ -372,7 +337,7 @@ def test_items_of_other_servers_become_messages_or_are_left_out(llm: LLM) -> Non
         {"role": "tool", "content": "ring"},
     ]
     assert ids_of(llm, items) == llm.reader.read_chat(messages)
-    (answer,) = post(llm, {"input": items, "max_output_tokens": 1})
+    (answer,) = post(llm, PATH, {"input": items, "max_output_tokens": 1})
     assert answer.status_code == 200, answer.text
     kinds = (
         "reasoning",
@@ -391,28 +356,25 @@ def test_a_call_that_was_cut_off_comes_back() -> None:
     for limit in (20, 60):
         with scripted([text]) as llm:
             body = CODEX | {"input": [USER], "max_output_tokens": limit}
-            (first,) = post(llm, body)
+            (first,) = post(llm, PATH, body)
             cut = first.json()
             assert (cut["status"], cut["output"][-1]["status"]) == ("incomplete", "incomplete")
             output = {"type": "function_call_output", "call_id": cut["output"][-1]["call_id"], "output": "no JSON"}
-            (second,) = post(llm, body | {"input": [USER, *cut["output"], output]})
+            (second,) = post(llm, PATH, body | {"input": [USER, *cut["output"], output]})
             assert second.status_code == 200, second.text
 
 
 def test_an_input_is_counted(llm: LLM) -> None:
-    async def run() -> None:
-        async with served(llm) as (client, _):
-            counted = await client.post("/v1/responses/input_tokens", json={"input": "Rome?", "tools": [TOOL]})
-            answer = await client.post("/v1/responses", json=WITH_TOOL)
-            assert counted.json() == {
-                "object": "response.input_tokens", "input_tokens": answer.json()["usage"]["input_tokens"],
-            }  # fmt: skip
-            refused = await client.post("/v1/responses/input_tokens", json={"input": 3})
-            assert refused.status_code == 400
-            missing = await client.post("/v1/responses/compact", json={"input": "Rome?", "model": "tiny"})
-            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
-
-    asyncio.run(run())
+    with Server(llm) as server:
+        counted = server.post("/v1/responses/input_tokens", json={"input": "Rome?", "tools": [TOOL]})
+        answer = server.post("/v1/responses", json=WITH_TOOL)
+        assert counted.json() == {
+            "object": "response.input_tokens", "input_tokens": answer.json()["usage"]["input_tokens"],
+        }  # fmt: skip
+        refused = server.post("/v1/responses/input_tokens", json={"input": 3})
+        assert refused.status_code == 400
+        missing = server.post("/v1/responses/compact", json={"input": "Rome?", "model": "tiny"})
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
 
 
 # ---------------------------------------------------------------------------------- official client
@@ -442,7 +404,7 @@ def test_the_official_client_creates(llm: LLM) -> None:
             await client.responses.create(model="tiny", input="a", previous_response_id=answer.id)
         assert refused.value.param == "previous_response_id"
 
-    with_sdk(llm, ask)
+    with_openai(llm, ask)
 
 
 def test_the_official_client_streams(llm: LLM) -> None:
@@ -458,7 +420,7 @@ def test_the_official_client_streams(llm: LLM) -> None:
         assert call.type == "function_call"
         assert call.parsed_arguments["city"] in ("Paris", "Rome")  # type: ignore[index]
 
-    with_sdk(llm, ask)
+    with_openai(llm, ask)
 
 
 class City(BaseModel):
@@ -485,7 +447,7 @@ def test_the_official_client_parses(llm: LLM) -> None:
         )
         assert isinstance(chat.choices[0].message.parsed, Trip)
 
-    with_sdk(llm, ask)
+    with_openai(llm, ask)
 
 
 # ----------------------------------------------------------------------------------------- failures
@@ -497,62 +459,13 @@ def test_a_failure_in_mid_stream_is_an_event(llm: LLM, monkeypatch: pytest.Monke
         raise RuntimeError("a secret")
 
     monkeypatch.setattr(pending_response, "chunks_of", failing)
-    (stream,) = post(llm, {"input": "a", "stream": True})
+    (stream,) = post(llm, PATH, {"input": "a", "stream": True})
     assert ": ping" in stream.text
     assert "secret" not in stream.text
     events = events_of(stream.text)
     assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
     ended = events[-1]["response"]
     assert (ended["status"], ended["error"]["code"]) == ("failed", "server_error")
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "status"),
-    [
-        ({}, "input", 400),
-        ({"input": 3}, "input", 400),
-        ({"input": []}, "input", 400),
-        ({"input": [{"role": "user", "content": "a"}] * 5000}, "input", 400),
-        ({"input": [{"type": "reasoning"}]}, "input", 400),
-        ({"input": [USER, {"type": "compaction_trigger"}]}, "input", 400),
-        ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input", 400),
-        ({"input": [USER, {"type": 3}]}, "input", 400),
-        ({"input": [{"role": "assistant", "content": "a", "tool_calls": [3]}]}, "input", 400),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", 400),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/"}]}]}, "input", 400),
-        ({"input": [{"type": "function_call", "name": 5, "arguments": "{", "call_id": "a"}]}, "input", 400),
-        ({"input": "a", "instructions": 3}, "instructions", 400),
-        ({"input": "a", "model": "other"}, "model", 404),
-        ({"input": "a", "background": True}, "background", 400),
-        ({"input": "a", "conversation": "c"}, "conversation", 400),
-        ({"input": "a", "previous_response_id": "r"}, "previous_response_id", 400),
-        ({"input": "a", "prompt": {"id": "p"}}, "prompt", 400),
-        ({"input": "a", "n": 2}, "n", 400),
-        ({"input": "a", "max_tokens": 2}, "max_tokens", 400),
-        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", 400),
-        ({"input": ["a"]}, "input", 400),
-        ({"input": "a", "tools": [TOOL], "tool_choice": 3}, "tool_choice", 400),
-        ({"input": "a", "response_format": {"type": "text"}}, "response_format", 400),
-        ({"input": "a", "truncation": "middle"}, "truncation", 400),
-        ({"input": "a", "include": ["message.output_text.logprobs"]}, "include", 400),
-        ({"input": "a", "text": {"format": 3}}, "text", 400),
-        ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text", 400),
-        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text", 400),
-        ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools", 400),
-        ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", 400),
-        ({"input": "a", "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", 400),
-        ({"input": "a", "chat_template": "{{ 1 }}"}, "chat_template", 400),
-        ({"input": "a" * 100_000}, "input", 400),
-    ],
-    ids=lambda value: repr(value)[:50],
-)
-def test_refusals_name_the_field(llm: LLM, body: dict[str, Any], param: str, status: int) -> None:
-    for asked in (body, body | {"stream": True}):
-        (answer,) = post(llm, asked)
-        assert answer.status_code == status, answer.text
-        error = answer.json()["error"]
-        assert error["param"].split("[")[0] == param, error
-        assert error["message"].startswith(param) or param == "input"
 
 
 def test_places_in_the_input_are_reported_as_the_client_counts_them(llm: LLM) -> None:
@@ -564,6 +477,7 @@ def test_places_in_the_input_are_reported_as_the_client_counts_them(llm: LLM) ->
     ]
     first, second = post(
         llm,
+        PATH,
         {"input": items, "instructions": "Be brief."},
         {"input": [items[0], {"role": "user", "content": [{"type": "input_file"}]}], "instructions": "Be brief."},
     )

@@ -1,6 +1,5 @@
 """The scripted target: exactly the texts of its script, with trees, grammars and over HTTP."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -14,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import served
+from serving import choices_of, post
 from specinfer import LLM, SamplingParams
 from tests.server import scripted_target
 from tests.server.scripted_target import TEMPLATES, scripted
@@ -36,13 +35,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=200)
 
 
 def _chat(llm: LLM, *bodies: dict[str, Any]) -> list[dict[str, Any]]:
-    async def ask() -> list[dict[str, Any]]:
-        async with served(llm) as (client, _):
-            answers = [await client.post("/v1/chat/completions", json={"model": "tiny", **body}) for body in bodies]
-            assert all(answer.status_code == 200 for answer in answers), [answer.text for answer in answers]
-            return [answer.json()["choices"][0] for answer in answers]
-
-    return asyncio.run(ask())
+    return [choices_of(answer)[0] for answer in post(llm, "/v1/chat/completions", *bodies)]
 
 
 @pytest.mark.parametrize("options", [{}, {"drafters": ["ngram"], "tree": "1,3,2,1,1"}])

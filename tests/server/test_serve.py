@@ -1,7 +1,6 @@
 """The server as a process: from the taken port to the last word of every stream, and what connections may do."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import error_of, slow_steps
+from serving import error_of, events_of, slow_steps
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.errors import ModelError
 from specinfer.core.limits import QueueLimits
@@ -26,6 +25,7 @@ from specinfer.server import connection, process
 from specinfer.server.config import ServerConfig
 from specinfer.server.listening import listening
 from specinfer.server.process import Service
+from worlds import await_that
 
 LONG = {"prompt": "the end", "max_tokens": 200, "ignore_eos": True, "temperature": 0.0, "stream": True}
 Work = Callable[[httpx.Client], Any]
@@ -46,6 +46,7 @@ def run(
     work: Work,
     *,
     ends: bool = True,
+    waits: bool = True,
     left: list[int] | None = None,
     limits: QueueLimits | None = None,
     **config: Any,
@@ -54,6 +55,7 @@ def run(
 
     Args:
         ends: Whether the server is told to end when the work is done.
+        waits: Whether the work begins when the server is ready.
         left: Gets the code with which the process would leave a thread behind.
     """
     with socket.create_server(("127.0.0.1", 0)) as found:
@@ -64,6 +66,8 @@ def run(
     def call() -> Any:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
             try:
+                if waits:
+                    await_that(lambda: is_up(client), 60)
                 return work(client)
             finally:
                 if ends:
@@ -75,30 +79,16 @@ def run(
         return code, future.result(20)
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come to be in time"
-        time.sleep(0.005)
-
-
 def is_up(client: httpx.Client) -> bool:
     with contextlib.suppress(httpx.ConnectError):
         return client.get("/health/ready").status_code == 200
     return False
 
 
-def events(answer: httpx.Response) -> list[Any]:
-    """What a stream said, once it ended as streams do."""
-    lines = [line for line in answer.text.split("\n\n") if line and not line.startswith(":")]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
 def streams(client: httpx.Client, count: int, pool: ThreadPoolExecutor) -> Callable[[], list[httpx.Response]]:
     """Begins so many streams; call it for their answers."""
     futures = [pool.submit(client.post, "/v1/completions", json=LONG) for _ in range(count)]
-    wait_until(lambda: client.get("/load").json()["num_running"] == count)
+    await_that(lambda: client.get("/load").json()["num_running"] == count, 60)
     return lambda: [future.result(20) for future in futures]
 
 
@@ -108,11 +98,10 @@ def streams(client: httpx.Client, count: int, pool: ThreadPoolExecutor) -> Calla
 @pytest.mark.usefixtures("slow")
 def test_streams_end_in_time_or_with_an_error_when_the_server_is_stopped(llm: LLM) -> None:
     def work(client: httpx.Client) -> list[httpx.Response]:
-        wait_until(lambda: is_up(client))
         with ThreadPoolExecutor(8) as pool:
             answers = streams(client, 8, pool)
             os.kill(os.getpid(), signal.SIGTERM)
-            wait_until(lambda: client.get("/health/ready").status_code == 503)
+            await_that(lambda: client.get("/health/ready").status_code == 503, 60)
             assert client.get("/health").status_code == 200
             refused = client.post("/v1/completions", json=LONG)
             assert refused.status_code == 503
@@ -125,24 +114,23 @@ def test_streams_end_in_time_or_with_an_error_when_the_server_is_stopped(llm: LL
     assert code == 0
     assert time.monotonic() - begun < 30
     for answer in answers:
-        said = events(answer)
+        said = events_of(answer.text)
         assert said[-1]["error"]["code"] == "engine_unavailable"
         assert len(said) < 200
     code, answers = run(lambda: llm, work, ends=False, shutdown_timeout=20.0)
     assert code == 0
     for answer in answers:
-        assert events(answer)[-1]["choices"][0]["finish_reason"] == "length"
+        assert events_of(answer.text)[-1]["choices"][0]["finish_reason"] == "length"
     assert llm.engine.observers == observers  # nothing of a server stays with its model
 
 
 @pytest.mark.usefixtures("slow")
 def test_a_second_signal_ends_at_once(llm: LLM) -> None:
     def work(client: httpx.Client) -> list[httpx.Response]:
-        wait_until(lambda: is_up(client))
         with ThreadPoolExecutor(2) as pool:
             answers = streams(client, 2, pool)
             os.kill(os.getpid(), signal.SIGINT)
-            wait_until(lambda: client.get("/health/ready").status_code == 503)
+            await_that(lambda: client.get("/health/ready").status_code == 503, 60)
             os.kill(os.getpid(), signal.SIGINT)
             return answers()
 
@@ -164,12 +152,11 @@ def test_a_pass_that_takes_long_is_left_behind_by_a_second_signal(llm: LLM, monk
     monkeypatch.setattr(AsyncLLM, "_deliver", lambda *_: None)  # the loop is closed when the pass ends
 
     def work(client: httpx.Client) -> None:
-        wait_until(lambda: is_up(client))
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(client.post, "/v1/completions", json=LONG)
             assert computes.wait(10)
             os.kill(os.getpid(), signal.SIGINT)
-            wait_until(lambda: client.get("/health/ready").status_code == 503)
+            await_that(lambda: client.get("/health/ready").status_code == 503, 60)
             os.kill(os.getpid(), signal.SIGINT)
             with contextlib.suppress(httpx.HTTPError):
                 answer.result(20)
@@ -196,7 +183,6 @@ def test_a_prompt_that_takes_long_to_read_is_left_behind_at_the_end(llm: LLM, mo
     monkeypatch.setattr(connection, "_FLUSH_SECONDS", 1)
 
     def work(client: httpx.Client) -> None:
-        wait_until(lambda: is_up(client))
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(client.post, "/v1/completions", json=LONG | {"bad_words": ["a"]})
             assert reads.wait(10)
@@ -228,12 +214,11 @@ def test_an_engine_that_fails_ends_the_server(llm: LLM, monkeypatch: pytest.Monk
     monkeypatch.setattr(Engine, "step", failing)
 
     def work(client: httpx.Client) -> httpx.Response:
-        wait_until(lambda: is_up(client))
         return client.post("/v1/completions", json=LONG)
 
     code, answer = run(lambda: llm, work, ends=False)
     assert code == 1
-    said = events(answer)
+    said = events_of(answer.text)
     assert said[-1]["error"]["type"] == "server_error"
 
 
@@ -248,7 +233,6 @@ def test_a_step_that_hangs_ends_the_server(llm: LLM, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Engine, "step", hanging)
 
     def work(client: httpx.Client) -> None:
-        wait_until(lambda: is_up(client))
         with contextlib.suppress(httpx.TransportError):  # the process ends with the stream unfinished
             client.post("/v1/completions", json=LONG)
 
@@ -300,14 +284,14 @@ def test_the_port_answers_while_the_model_loads(llm: LLM) -> None:
                 return error_of(client.get("/health"))["code"] == "loading"
             return False
 
-        wait_until(answers)
+        await_that(answers, 60)
         refused = client.post("/v1/completions", json=LONG)
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "5"
         ready.set()
-        wait_until(lambda: is_up(client))
+        await_that(lambda: is_up(client), 60)
 
-    assert run(load, work)[0] == 0
+    assert run(load, work, waits=False)[0] == 0
 
 
 def test_a_signal_while_the_model_loads_ends_the_server() -> None:
@@ -323,12 +307,12 @@ def test_a_signal_while_the_model_loads_ends_the_server() -> None:
                 return client.get("/health").status_code == 503
             return False
 
-        wait_until(answers)
+        await_that(answers, 60)
 
     left: list[int] = []
     try:
         begun = time.monotonic()
-        assert run(load, work, left=left)[0] == 0
+        assert run(load, work, waits=False, left=left)[0] == 0
         assert time.monotonic() - begun < 30
         assert left == [0]
     finally:
@@ -340,7 +324,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
         raise ModelError("no such model")
 
     with pytest.raises(ModelError, match="no such model"):
-        run(load, lambda client: None, ends=False)
+        run(load, lambda client: None, ends=False, waits=False)
 
 
 def test_an_address_that_cannot_be_listened_on_is_named_by_its_setting(tmp_path: Path) -> None:
@@ -366,7 +350,7 @@ def test_a_unix_socket_is_for_its_owner_and_removed_at_the_end(llm: LLM, tmp_pat
 
     def call() -> int:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
-            wait_until(lambda: is_up(client))
+            await_that(lambda: is_up(client), 60)
             mode = path.stat().st_mode & 0o777
             with pytest.raises(OSError, match="in use"), listening(config):
                 pass
@@ -378,80 +362,3 @@ def test_a_unix_socket_is_for_its_owner_and_removed_at_the_end(llm: LLM, tmp_pat
         assert process.run(Service(lambda: llm, "tiny", ("tiny",), config, QueueLimits())) == 0
         assert future.result(5) & 0o007 == 0
     assert not path.exists()
-
-
-# ---------------------------------------------------------------------------------------- connections
-
-
-def test_connections_that_keep_others_waiting_are_closed(llm: LLM) -> None:
-    def said(client: httpx.Client, sent: bytes) -> tuple[bytes, float]:
-        begun = time.monotonic()
-        with socket.create_connection((client.base_url.host, client.base_url.port), 10) as connection:
-            connection.sendall(sent)
-            answer = b""
-            with contextlib.suppress(ConnectionResetError):
-                while part := connection.recv(65536):
-                    answer += part
-        return answer, time.monotonic() - begun
-
-    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-    def work(client: httpx.Client) -> None:
-        wait_until(lambda: is_up(client))
-        for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: "):
-            answer, took = said(client, sent)
-            assert answer == b""
-            assert 0.2 < took < 5
-        answer, took = said(client, head + b"Content-Length: 100\r\n\r\n{")
-        assert b" 408 " in answer.split(b"\r\n")[0]
-        assert took < 5
-        answer, _ = said(client, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b" 200 " in answer.split(b"\r\n")[0]  # and then the idle connection is closed
-
-    assert run(lambda: llm, work, body_timeout=0.3, keep_alive_timeout=1.0)[0] == 0
-
-
-def test_events_do_not_wait_until_the_client_has_confirmed_the_ones_before(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    made = connection.Connection.connection_made
-
-    def noted(self: connection.Connection, transport: Any) -> None:
-        found.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        made(self, transport)
-
-    monkeypatch.setattr(connection.Connection, "connection_made", noted)
-    assert run(lambda: llm, lambda client: wait_until(lambda: is_up(client)))[0] == 0
-    assert found
-    assert all(found)
-
-
-def test_what_is_no_http_or_too_large_is_answered_with_an_openai_error(llm: LLM) -> None:
-    def said(client: httpx.Client, sent: bytes) -> tuple[int, Any]:
-        with socket.create_connection((client.base_url.host, client.base_url.port), 10) as connection:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                connection.sendall(sent)
-            answer = b""
-            with contextlib.suppress(ConnectionResetError):
-                while part := connection.recv(65536):
-                    answer += part
-        head, _, body = answer.partition(b"\r\n\r\n")
-        return int(head.split(b" ")[1]), json.loads(body)["error"]["code"]
-
-    get = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-
-    def work(client: httpx.Client) -> None:
-        wait_until(lambda: is_up(client))
-        assert said(client, b"NONSENSE\r\n\r\n") == (400, "invalid_request")
-        assert said(client, b"GET / HTTP/1.1\r\n\r\n") == (400, "invalid_request")  # no Host
-        assert said(client, get + b"X-Long: " + b"a" * 40_000 + b"\r\n\r\n") == (431, "headers_too_large")
-        many = b"".join(b"X-%d: a\r\n" % i for i in range(200))
-        assert said(client, get + many + b"\r\n") == (431, "headers_too_large")
-        body = client.post("/tokenize", content=b" " * 300_000, headers={"content-type": "application/json"})
-        assert body.status_code == 413
-        chunked = client.post("/tokenize", content=(b" " * 1000 for _ in range(300)))
-        assert chunked.status_code == 413
-        assert client.get("/health").status_code == 200
-
-    assert run(lambda: llm, work, max_body_bytes=100_000)[0] == 0

@@ -1,22 +1,16 @@
 """Short runs of the programs of `tests/server/pressure`: no wrong answer, nobody locked out, nothing left behind."""
 
-import socket
-
 import pytest
 
 from tests.server.pressure.attack import attack
 from tests.server.pressure.crowd import DESCRIPTORS, press
 from tests.server.pressure.soak import soak
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+from worlds import free_port
 
 
 @pytest.mark.slow
 def test_a_short_soak() -> None:
-    report = soak(2.0, 8, port=_free_port(), num_each=1)
+    report = soak(2.0, 8, port=free_port(), num_each=1)
     assert not report.failed
     assert not report.wrong
     assert report.num_responses > 2  # on a busy machine
@@ -29,7 +23,7 @@ def test_a_short_soak() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "tls"), [(60, False), (60, True)])
 def test_more_idle_and_slow_clients_than_descriptors_lock_nobody_out(seconds: float, tls: bool) -> None:
-    report = press(seconds, _free_port(), tls=tls)
+    report = press(seconds, free_port(), tls=tls)
     assert report.num_connections > DESCRIPTORS
     assert max(report.health_seconds) < max(1.0, 20 * max(report.quiet_seconds)), "more if the machine is busy"
     assert report.num_lines < 10
@@ -40,7 +34,7 @@ def test_more_idle_and_slow_clients_than_descriptors_lock_nobody_out(seconds: fl
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_honest_clients_are_served_as_before_beside_hostile_ones_and_memory_stays_flat() -> None:
-    report = attack(240.0, port=_free_port())
+    report = attack(240.0, port=free_port())
     assert not report.failed
     assert not report.wrong
     assert report.num_hostile > 100

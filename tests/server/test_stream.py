@@ -3,24 +3,22 @@
 import asyncio
 import json
 import threading
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from serving import Caller, app_of, events_of, serve, slow_steps
+from serving import Caller, Server, app_of, events_of, slow_steps
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.request import Fault
 from specinfer.engine.engine import Engine
 from specinfer.server import pending_response
+from specinfer.server.dialects import to_json
 from specinfer.server.errors import ApiError
 from specinfer.server.generations import chunks_of, failure
-from specinfer.server.state import ServerState
-from specinfer.server.stream import EventStream, lines_of, to_json
+from specinfer.server.stream import EventStream, lines_of
 from tiny import make_request
 
 PATHS = {"/v1/completions": {"prompt": "the"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]}}
@@ -32,16 +30,6 @@ def llm(model_folder: Callable[..., Path]) -> LLM:
     loaded = LLM(folder, drafters=["ngram"], tree="1,1", max_num_seqs=2, max_num_batched_tokens=16)
     loaded.reader.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     return loaded
-
-
-class Slow:
-    """An observer that makes each step take a while."""
-
-    def on_tokens(self, *_: object) -> None:
-        pass
-
-    def on_step(self, _: object) -> None:
-        time.sleep(0.04)
 
 
 async def lines(events: list[Any]) -> list[bytes]:
@@ -145,11 +133,9 @@ def test_a_stream_tells_how_far_the_prompt_is_read_if_asked(
     prompt = {"prompt": text} if "prompt" in body else {"messages": [{"role": "user", "content": text}]}
     fields = prompt | {"max_tokens": 4, "temperature": 0, "stream": True, "ignore_eos": True}
 
-    async def ask(client: httpx.AsyncClient, state: ServerState) -> None:
-        state.config = replace(state.config, ping_seconds=0)
-        asked, plain = [
-            (await client.post(path, json=fields | extra)).text for extra in ({"return_progress": True}, {})
-        ]
+    with Server(llm) as server:
+        server.state.config = replace(server.state.config, ping_seconds=0)
+        asked, plain = [server.post(path, json=fields | extra).text for extra in ({"return_progress": True}, {})]
         assert ": ping" not in asked
         events = events_of(asked)
         reports = [event.pop("prompt_progress") for event in events if "prompt_progress" in event]
@@ -163,11 +149,9 @@ def test_a_stream_tells_how_far_the_prompt_is_read_if_asked(
         assert all(choice["finish_reason"] is None for choice in choices[: len(reports)])
         assert texts_of(choices) == texts_of([event["choices"][0] for event in events_of(plain)])
         assert "prompt_progress" not in plain
-        cached = events_of((await client.post(path, json=fields | {"return_progress": True})).text)
+        cached = events_of(server.post(path, json=fields | {"return_progress": True}).text)
         assert cached[0]["prompt_progress"]["cache"] > 0
         assert sum("prompt_progress" in event for event in cached) <= 2
-
-    serve(llm, ask)
 
 
 def texts_of(choices: list[dict[str, Any]]) -> str:
@@ -290,13 +274,13 @@ PHASES = ["reading", "waiting", "prompt", "decoding"]
 def test_a_request_ends_when_its_client_goes(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, phase: str, stream: bool, path: str
 ) -> None:
+    slow_steps(monkeypatch, 0.04)
     body: dict[str, Any] = PATHS[path] | {"max_tokens": 120, "ignore_eos": True, "stream": stream, "n": 2}
 
     async def run() -> None:
         llm.engine.observers.clear()
         async with AsyncLLM(llm) as engine:
             app, scheduler, asked = app_of(engine), llm.engine.scheduler, dict(body)
-            llm.engine.observers.append(Slow())
             others: list[Any] = []
             is_read, has_left = threading.Event(), threading.Event()
             if phase == "reading":

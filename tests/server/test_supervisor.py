@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
+from served_command import HOME, ServedCommand, group_of, serving
 from worlds import await_that, children_of, is_alive, listening_places
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-HOME = str(Path(__file__).parents[2] / "src")
 
 # ------------------------------------------------------------------- the parent, with children of a few lines
 
@@ -60,18 +60,7 @@ def supervised(body: str, *, program: str = PROGRAM, **settings: Any) -> Iterato
             yield process
         finally:
             process.kill()
-            await_that(lambda: not _group(process.pid), 5)
-
-
-def _group(group: int) -> list[int]:
-    """The living processes of a group."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, of = path.read_text().rpartition(")")[2].split()[:3]
-            if int(of) == group and state != "Z":
-                found.append(int(path.parent.name))
-    return found
+            await_that(lambda: not group_of(process.pid), 5)
 
 
 def lines_of(process: subprocess.Popen[str]) -> Iterator[list[str]]:
@@ -308,60 +297,26 @@ time.sleep(60)
 
 BODY = {"prompt": "the end", "n": 4, "max_tokens": 220, "ignore_eos": True, "temperature": 1.0, "stream": True}
 LOAD_SECONDS = 120.0  # with what else the machine does
-ONE_REQUEST = httpx.Limits(max_keepalive_connections=0)  # per connection: those to a dead engine are of no use
-Served = Callable[..., contextlib.AbstractContextManager[tuple[subprocess.Popen[bytes], httpx.Client, Path]]]
+Served = Callable[..., contextlib.AbstractContextManager[ServedCommand]]
 
 
 @pytest.fixture
 def served(model_folder: Callable[..., Path], tmp_path: Path) -> Served:
-    """Call it for the command, a client, and its log; `engine_of` finds its engine."""
+    """Call it for a server of a tiny model."""
 
-    @contextlib.contextmanager
-    def run(
-        *flags: str, is_ready: bool = True, key: str = ""
-    ) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client, Path]]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        words = ["serve", str(model_folder(tokenizer=True)), "--port", str(port), "--drafter", "ngram", "--tree", "2,1"]
-        environment = os.environ | {"PYTHONPATH": HOME, "OMP_NUM_THREADS": "1"}
-        environment |= {"SPECINFER_API_KEY": key} if key else {}
-        log = tmp_path / "log"
-        command = [sys.executable, "-m", "specinfer", *words, *flags]
-        with (
-            log.open("w") as file,
-            subprocess.Popen(command, env=environment, stderr=file, start_new_session=True) as process,
-            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LOAD_SECONDS, limits=ONE_REQUEST) as client,
-        ):
-            try:
-                await_that(lambda: _status(client) == 200 or (not is_ready and _status(client) == 503), LOAD_SECONDS)
-                yield process, client, log
-                process.terminate()
-                assert process.wait(60) == 0
-                assert not _group(process.pid), "nothing is left"
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+    def run(*flags: str, is_ready: bool = True, key: str = "") -> contextlib.AbstractContextManager[ServedCommand]:
+        words = (str(model_folder(tokenizer=True)), "--drafter", "ngram", "--tree", "2,1", *flags)
+        environment = {"OMP_NUM_THREADS": "1"} | ({"SPECINFER_API_KEY": key} if key else {})
+        return serving(*words, is_ready=is_ready, log=tmp_path / "log", environment=environment)
 
     return run
 
 
-def _status(client: httpx.Client) -> int:
-    try:
-        return client.get("/health").status_code
-    except httpx.TransportError:
-        return 0
-
-
-def engine_of(process: subprocess.Popen[bytes]) -> int:
-    (child,) = children_of(process.pid)
-    return child
-
-
-def _end(process: subprocess.Popen[bytes], client: httpx.Client, number: signal.Signals) -> None:
+def _end(server: ServedCommand, number: signal.Signals) -> None:
     """End the engine by a signal, and see that the port answers with the reason until the model is loaded again."""
-    os.kill(engine_of(process), number)
-    await_that(lambda: f"the engine ended by {number.name}" in client.get("/health").text, 5)
-    await_that(lambda: _status(client) == 200, LOAD_SECONDS)
+    os.kill(server.engine, number)
+    server.wait(lambda: f"the engine ended by {number.name}" in server.client.get("/health").text, 5)
+    server.wait(server.is_up, LOAD_SECONDS)
 
 
 def _answers(client: httpx.Client) -> None:
@@ -373,7 +328,8 @@ def test_the_command_serves_and_an_engine_that_faults_is_followed_by_another_at_
     served: Served, tmp_path: Path
 ) -> None:
     key, flags = "a-long-key-of-one", ("--trace", str(tmp_path / "trace.jsonl"), "--served-model-name", "tiny")
-    with served(*flags, key=key) as (process, client, log):
+    with served(*flags, key=key) as server:
+        process, client = server.process, server.client
         assert client.get("/v1/models").status_code == 401
         client.headers["authorization"] = f"Bearer {key}"
         assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
@@ -383,22 +339,22 @@ def test_the_command_serves_and_an_engine_that_faults_is_followed_by_another_at_
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
             begun = time.monotonic()
-            os.kill(engine_of(process), signal.SIGSEGV)
+            os.kill(server.engine, signal.SIGSEGV)
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
             assert time.monotonic() - begun < 30
         waiting = client.get("/health")  # connected while no engine ran
         assert waiting.status_code == 503
         assert "the engine ended by SIGSEGV and is being loaded again" in waiting.json()["error"]["message"]
-        await_that(lambda: _status(client) == 200, LOAD_SECONDS)
+        server.wait(server.is_up, LOAD_SECONDS)
         _answers(client)
         status = Path(f"/proc/{process.pid}/status").read_text()
         assert "\nThreads:\t1\n" in status
         assert int(status.split("VmRSS:")[1].split()[0]) < 48 * 1024  # KiB
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
-    text = log.read_text()
+    text = (tmp_path / "log").read_text()
     assert "ended by SIGSEGV" in text
-    assert f"startup complete: {client.base_url}".rstrip("/") in text
+    assert f"startup complete: {server.url}" in text
     assert key not in text
     assert "environment: api_key=***" in text
     assert "Traceback" not in text
@@ -417,7 +373,8 @@ def test_service_is_back_after_any_end_at_any_moment(
     if moment == "draft":
         flags += ["--drafter", str(model_folder(tokenizer=True)), "--tree", ",".join("1" * 16)]
     started = time.monotonic()
-    with served(*flags, is_ready=moment != "load") as (process, client, _):
+    with served(*flags, is_ready=moment != "load") as server:
+        client = server.client
         load_seconds = LOAD_SECONDS if moment == "load" else time.monotonic() - started
         failures: list[tuple[type[Exception], float]] = []
         busy = []
@@ -446,7 +403,7 @@ def test_service_is_back_after_any_end_at_any_moment(
 
             await_that(is_serving, LOAD_SECONDS)
         begun = time.monotonic()
-        _end(process, client, number)
+        _end(server, number)
         took = time.monotonic() - begun
         for thread in busy:
             thread.join(5)
@@ -462,10 +419,10 @@ def test_service_is_back_after_any_end_at_any_moment(
 
 @pytest.mark.slow
 def test_an_engine_of_several_ranks_is_started_again_with_all_of_them(served: Served) -> None:
-    with served("-tp", "2", "--dtype", "float32") as (process, client, _):
-        engine = engine_of(process)
+    with served("-tp", "2", "--dtype", "float32") as server:
+        engine = server.engine
         ranks = children_of(engine)
         assert len(ranks) == 1
-        _end(process, client, signal.SIGKILL)
+        _end(server, signal.SIGKILL)
         assert not any(map(is_alive, (engine, *ranks)))
-        _answers(client)
+        _answers(server.client)

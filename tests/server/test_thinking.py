@@ -1,15 +1,14 @@
 """Thoughts in chat completions and responses: their fields, their events, and what turns them on and off."""
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 
-from serving import app_of, events_of, served
-from specinfer import LLM, AsyncLLM
+from dialects import with_openai
+from serving import events_of, post
+from specinfer import LLM
 from specinfer.server.blocks import sealed, unsealed
 from specinfer.server.conversations import template_kwargs, thinking_budget
 from specinfer.server.protocol import ChatFields
@@ -29,17 +28,13 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def post(llm: LLM, path: str, *bodies: dict[str, Any]) -> list[Any]:
-    async def run() -> list[Any]:
-        async with served(llm) as (client, _):
-            return [await client.post(path, json={"tools": TOOLS, **body}) for body in bodies]
-
-    return asyncio.run(run())
+def ask(llm: LLM, path: str, *bodies: dict[str, Any]) -> list[Any]:
+    return post(llm, path, *({"tools": TOOLS, **body} for body in bodies))
 
 
 def test_chat_completions_have_thoughts_under_both_names_whole_and_streamed(llm: LLM) -> None:
     body = {"messages": [USER], "logprobs": True}
-    whole, stream = post(llm, CHAT, body, body | {"stream": True})
+    whole, stream = ask(llm, CHAT, body, body | {"stream": True})
     (choice,) = whole.json()["choices"]
     message = choice["message"]
     assert message["reasoning"] == message["reasoning_content"] == THOUGHT
@@ -73,7 +68,7 @@ def test_thoughts_may_be_left_out_or_stay_in_the_content(
     llm: LLM, fields: dict[str, Any], content: str, thought: str | None
 ) -> None:
     body = {"messages": [USER], **fields}
-    whole, stream = post(llm, CHAT, body, body | {"stream": True})
+    whole, stream = ask(llm, CHAT, body, body | {"stream": True})
     message = whole.json()["choices"][0]["message"]
     assert (message["content"], message.get("reasoning_content")) == (content, thought)
     assert len(message["tool_calls"]) == 2
@@ -89,8 +84,8 @@ def test_a_budget_ends_the_thought_under_each_of_its_names(llm: LLM) -> None:
         {"thinking_budget_tokens": 3},
         {"thinking_budget": 3},
     ]
-    answers = post(llm, CHAT, *[{"messages": [USER], **budget} for budget in budgets])
-    answers += post(llm, "/v1/responses", *[{"input": "Go.", **budget} for budget in budgets])
+    answers = ask(llm, CHAT, *[{"messages": [USER], **budget} for budget in budgets])
+    answers += ask(llm, "/v1/responses", *[{"input": "Go.", **budget} for budget in budgets])
     for answer in answers:
         whole = answer.json()
         assert answer.status_code == 200, whole
@@ -100,8 +95,6 @@ def test_a_budget_ends_the_thought_under_each_of_its_names(llm: LLM) -> None:
         assert thought
         assert THOUGHT.startswith(thought)
         assert thought != THOUGHT
-    (refused,) = post(llm, CHAT, {"messages": [USER], "thinking_budget": -2})
-    assert refused.json()["error"]["param"] == "thinking_budget"
 
 
 def test_responses_have_items_of_thoughts_that_are_sent_back() -> None:
@@ -139,14 +132,8 @@ def test_responses_have_items_of_thoughts_that_are_sent_back() -> None:
             assert "assistant\nYes.<|im_end|>" not in llm.script.prompts[-1], "it joins the answer"
         await client.responses.create(**body | {"input": [USER, item, USER]})
 
-    async def run(llm: LLM) -> None:
-        async with AsyncLLM(llm) as engine:
-            http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app_of(engine)))
-            async with openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="-", http_client=http) as client:
-                await talk(client, llm)
-
     with scripted([f"<think>\n{THOUGHT}\n</think>\n\nYes."], template=TEMPLATES["thinking"]) as llm:
-        asyncio.run(run(llm))
+        with_openai(llm, lambda client: talk(client, llm))
 
 
 def test_only_thoughts_that_were_sealed_here_are_read() -> None:

@@ -1,13 +1,12 @@
 """Thoughts over HTTP: budgets, stop strings, response formats after a thought, and the tokens of thoughts in usage."""
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import talking
-from serving import served
+from serving import post
 from specinfer import LLM
 from tests.server.scripted_target import TEMPLATES, scripted
 
@@ -26,13 +25,9 @@ def llm() -> Iterator[LLM]:
 
 
 def _ask(llm: LLM, path: str, *bodies: dict[str, Any]) -> list[dict[str, Any]]:
-    async def ask() -> list[dict[str, Any]]:
-        async with served(llm) as (client, _):
-            answers = [await client.post(path, json={"model": "tiny", **body}) for body in bodies]
-            assert all(answer.status_code == 200 for answer in answers), [answer.text for answer in answers]
-            return [answer.json() for answer in answers]
-
-    return asyncio.run(ask())
+    answers = post(llm, path, *bodies)
+    assert all(answer.status_code == 200 for answer in answers), [answer.text for answer in answers]
+    return [answer.json() for answer in answers]
 
 
 def test_tokens_of_thoughts_are_counted(llm: LLM) -> None:

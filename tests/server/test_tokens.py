@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import Caller, app_of, error_of, serve
+from serving import Caller, app_of, error_of, post, serve
 from specinfer import AsyncLLM
 from specinfer.llm import LLM
 from specinfer.server.field_checks import IGNORED_HEADER
@@ -27,10 +27,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def ask(llm: LLM, path: str, **asked: Any) -> httpx.Response:
-    async def body(client: httpx.AsyncClient, state: ServerState) -> httpx.Response:
-        return await client.post(path, json=asked)
-
-    return serve(llm, body)
+    (answer,) = post(llm, path, asked)
+    return answer
 
 
 def test_text_becomes_tokens_and_text_again(llm: LLM) -> None:

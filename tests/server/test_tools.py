@@ -1,17 +1,17 @@
 """Tools: what is refused, what the grammar lets through, and what the parser makes of it."""
 
-import asyncio
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 
-from serving import app_of, served
-from specinfer import LLM, AsyncLLM, SamplingParams
+from dialects import with_openai
+from parsing import is_response, parse, reader_of
+from serving import Server
+from specinfer import LLM, SamplingParams
 from specinfer.core.errors import RequestError
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.inputs.chat.forms import written_calls
@@ -22,18 +22,11 @@ from specinfer.inputs.formats.calls import (
     MISTRAL,
 )
 from specinfer.inputs.formats.parser import OutputParser
-from specinfer.inputs.prompts import PromptReader
 from specinfer.server.json_body import read_generated
 from specinfer.server.tools import ToolPlan, ignored_tools, plan_tools, tools_of_functions
-from talking import BARE, PLAIN, make_talker, save_talker
-from talking import HERMES as HERMES_TEMPLATE
-from talking import LLAMA as LLAMA_TEMPLATE
-from talking import MISTRAL as MISTRAL_TEMPLATE
-from tests.server.scripted_target import scripted
+from talking import make_talker, save_talker
+from tests.server.scripted_target import TEMPLATES, scripted
 
-TEMPLATES = {
-    "plain": PLAIN, "hermes": HERMES_TEMPLATE, "llama": LLAMA_TEMPLATE, "mistral": MISTRAL_TEMPLATE, "bare": BARE,
-}  # fmt: skip
 WEATHER = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2]}},
@@ -60,44 +53,15 @@ TWO = {
 }
 
 
-def _reader(kind: str) -> PromptReader:
-    tokenizer = make_talker(TEMPLATES[kind])
-    return PromptReader(tokenizer, len(tokenizer), 4096, [tokenizer.eos_token_id])
-
-
 def _plan(kind: str, choice: Any = None, parallel: bool | None = None, tools: Any = TOOLS) -> tuple[ToolPlan, Any]:
-    reader = _reader(kind)
+    reader = reader_of(make_talker(TEMPLATES[kind]))
     return plan_tools(tools, choice, parallel, reader.call_format, special_tokens=reader.special_tokens), reader
-
-
-def _fits(reader: Any, asked: StructuredOutputsParams | None, text: str) -> bool | None:
-    """Whether a text is an answer; None: it is the beginning of one."""
-    assert asked is not None
-    grammar = reader.grammar(SamplingParams(structured_outputs=asked))
-    assert grammar is not None
-    for token in reader.tokenizer.encode(text, add_special_tokens=False):
-        if not grammar.mask(())[token]:
-            return False
-        grammar.advance(token)
-    return True if grammar.mask(())[reader.tokenizer.eos_token_id] else None
 
 
 def _parsed(parser: OutputParser, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
     """The content, and each call's name and arguments."""
-    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
-    calls: list[list[str]] = []
-    ids = set()
-    for delta in deltas:
-        if delta.index is None:
-            assert (delta.id, delta.name, delta.arguments) == (None, None, "")
-        elif delta.name is not None:
-            assert delta.index == len(calls)
-            ids.add(delta.id)
-            calls.append([delta.name, delta.arguments])
-        else:
-            calls[delta.index][1] += delta.arguments
-    assert len(ids) == len(calls)
-    return "".join(delta.content for delta in deltas), [(name, arguments) for name, arguments in calls]
+    found = parse(parser, pieces)
+    return found.content, found.calls
 
 
 # ------------------------------------------------------------------------------------------ formats
@@ -165,16 +129,16 @@ def test_the_work_grows_with_the_text_alone(style: Any, flood: str) -> None:
 @pytest.mark.parametrize("kind", ["hermes", "llama", "mistral", "bare"])
 def test_required_generates_nothing_but_calls(kind: str) -> None:
     plan, reader = _plan(kind, "required")
-    assert _fits(reader, plan.structured_outputs, CALL[kind]) is True
-    assert _fits(reader, plan.structured_outputs, "I would rather not") is False
-    assert _fits(reader, plan.structured_outputs, "") is None
-    assert _fits(reader, plan.structured_outputs, CALL[kind].replace("Rome", "Oslo")) is False
-    assert _fits(reader, plan.structured_outputs, CALL[kind].replace("weather", "whether")) is False
+    assert is_response(reader, plan.structured_outputs, CALL[kind]) is True
+    assert is_response(reader, plan.structured_outputs, "I would rather not") is False
+    assert is_response(reader, plan.structured_outputs, "") is None
+    assert is_response(reader, plan.structured_outputs, CALL[kind].replace("Rome", "Oslo")) is False
+    assert is_response(reader, plan.structured_outputs, CALL[kind].replace("weather", "whether")) is False
     if kind in TWO:
-        assert _fits(reader, plan.structured_outputs, TWO[kind]) is True
+        assert is_response(reader, plan.structured_outputs, TWO[kind]) is True
         one, _ = _plan(kind, "required", parallel=False)
-        assert _fits(reader, one.structured_outputs, CALL[kind]) is True
-        assert _fits(reader, one.structured_outputs, TWO[kind]) is False
+        assert is_response(reader, one.structured_outputs, CALL[kind]) is True
+        assert is_response(reader, one.structured_outputs, TWO[kind]) is False
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama", "mistral", "bare"])
@@ -182,15 +146,15 @@ def test_auto_generates_anything_and_a_call_once_begun_is_whole(kind: str) -> No
     plan, reader = _plan(kind)
     asked = plan.structured_outputs
     for text in ("", "Hello!", "a < b <tool_cal> [TOOL] \n\n"):
-        assert _fits(reader, asked, text) is True
-    assert _fits(reader, asked, CALL[kind]) is True
-    assert _fits(reader, asked, CALL[kind][:32]) is None
-    assert _fits(reader, asked, CALL[kind].replace("city", "town")) is False
-    said = _fits(reader, asked, "I look.\n" + CALL[kind])
+        assert is_response(reader, asked, text) is True
+    assert is_response(reader, asked, CALL[kind]) is True
+    assert is_response(reader, asked, CALL[kind][:32]) is None
+    assert is_response(reader, asked, CALL[kind].replace("city", "town")) is False
+    said = is_response(reader, asked, "I look.\n" + CALL[kind])
     assert said is True
     if kind != "llama":  # there it is text
-        assert _fits(reader, asked, "I look.\n" + CALL[kind][:32]) is None
-        assert _fits(reader, asked, CALL[kind] + " and so on") is False
+        assert is_response(reader, asked, "I look.\n" + CALL[kind][:32]) is None
+        assert is_response(reader, asked, CALL[kind] + " and so on") is False
     assert _parsed(plan.parser(), CALL[kind]) == ("", [("weather", '{"city": "Rome"}')])
 
 
@@ -199,10 +163,10 @@ def test_free_text_holds_the_tokens_that_are_shown(kind: str) -> None:
     plan, reader = _plan(kind)
     thought = "<think>\n{Hm.}</think>\n\n"
     for text in ("Rome.", "", "{"):
-        assert _fits(reader, plan.structured_outputs, thought + text) is True
-    assert _fits(reader, plan.structured_outputs, "<|im_start|>") is False
+        assert is_response(reader, plan.structured_outputs, thought + text) is True
+    assert is_response(reader, plan.structured_outputs, "<|im_start|>") is False
     if kind in TWO:
-        assert _fits(reader, plan.structured_outputs, thought + TWO[kind]) is True
+        assert is_response(reader, plan.structured_outputs, thought + TWO[kind]) is True
         wanted = [("weather", '{"city": "Rome"}'), ("time", "{}")]
         assert _parsed(plan.parser(), thought + TWO[kind]) == (thought.strip(), wanted)
     assert plan.shows_special_tokens == (kind in ("mistral", "bare"))
@@ -220,21 +184,21 @@ def test_markup_may_be_text_to_the_model() -> None:
     plan = plan_tools(TOOLS, None, None, reader.call_format, special_tokens=reader.special_tokens)
     assert not plan.shows_special_tokens
     for text in ("", "def f():\n    return 1 < 2", "I look.\n" + TWO["hermes"], "<tool_call"):
-        assert _fits(reader, plan.structured_outputs, text) is True
+        assert is_response(reader, plan.structured_outputs, text) is True
     for text in ("<tool_call>", "I look.\n" + TWO["hermes"][:-1]):
-        assert _fits(reader, plan.structured_outputs, text) is None
+        assert is_response(reader, plan.structured_outputs, text) is None
     for text in ("<tool_call> is how", TWO["hermes"] + " and"):
-        assert _fits(reader, plan.structured_outputs, text) is False
+        assert is_response(reader, plan.structured_outputs, text) is False
 
 
 def test_one_function_and_some_functions() -> None:
     named, reader = _plan("hermes", {"type": "function", "function": {"name": "weather"}})
-    assert _fits(reader, named.structured_outputs, CALL["hermes"]) is True
-    assert _fits(reader, named.structured_outputs, TWO["hermes"]) is False
+    assert is_response(reader, named.structured_outputs, CALL["hermes"]) is True
+    assert is_response(reader, named.structured_outputs, TWO["hermes"]) is False
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "time"}}]}
     some, _ = _plan("hermes", {"type": "allowed_tools", "allowed_tools": allowed})
-    assert _fits(reader, some.structured_outputs, CALL["hermes"]) is False
-    assert _fits(reader, some.structured_outputs, '<tool_call>{"name":"time","arguments":{}}</tool_call>') is True
+    assert is_response(reader, some.structured_outputs, CALL["hermes"]) is False
+    assert is_response(reader, some.structured_outputs, '<tool_call>{"name":"time","arguments":{}}</tool_call>') is True
     assert some.tools_for_template is not None
     assert len(some.tools_for_template) == 2, "the prompt stays the same"
 
@@ -246,7 +210,7 @@ def test_none_and_no_tools_plan_nothing() -> None:
 
 
 def test_an_answer_has_the_format_or_is_a_call() -> None:
-    reader = _reader("hermes")
+    reader = reader_of(make_talker(TEMPLATES["hermes"]))
     for asked, text, wrong in [
         (StructuredOutputsParams(json={"type": "object", "required": ["a"]}), '{"a": 1}', "{}"),
         (StructuredOutputsParams(choice=["yes", "n/a\n\u20ac"]), "n/a\n\u20ac", "maybe"),
@@ -254,18 +218,18 @@ def test_an_answer_has_the_format_or_is_a_call() -> None:
     ]:
         for choice in (None, "required"):
             joined = _plan("hermes", choice)[0].combined(asked)
-            assert _fits(reader, joined, CALL["hermes"]) is True
-            assert (_fits(reader, joined, text) is True) == (choice is None)
-            assert not _fits(reader, joined, wrong)
+            assert is_response(reader, joined, CALL["hermes"]) is True
+            assert (is_response(reader, joined, text) is True) == (choice is None)
+            assert not is_response(reader, joined, wrong)
     asked = StructuredOutputsParams(json_object=True)
     assert plan_tools(None).combined(asked) is asked
     assert plan_tools(TOOLS).combined(None) == plan_tools(TOOLS).structured_outputs
     with pytest.raises(RequestError, match="structured_outputs: this model's calls cannot be told from other JSON"):
         plan_tools(TOOLS, None, None, LLAMA).combined(asked)
     grammar = _plan("hermes")[0].combined(StructuredOutputsParams(grammar='start: "a"'))
-    assert _fits(reader, grammar, "a") is True
-    assert _fits(reader, grammar, CALL["hermes"]) is True
-    assert _fits(reader, grammar, "b") is False
+    assert is_response(reader, grammar, "a") is True
+    assert is_response(reader, grammar, CALL["hermes"]) is True
+    assert is_response(reader, grammar, "b") is False
 
 
 def test_references_within_a_schema_are_followed() -> None:
@@ -275,17 +239,17 @@ def test_references_within_a_schema_are_followed() -> None:
         "required": ["city"],
     }
     plan, reader = _plan("hermes", "required", tools=[_tool(parameters=schema)])
-    assert _fits(reader, plan.structured_outputs, CALL["hermes"]) is True
-    assert _fits(reader, plan.structured_outputs, CALL["hermes"].replace("Rome", "Oslo")) is False
+    assert is_response(reader, plan.structured_outputs, CALL["hermes"]) is True
+    assert is_response(reader, plan.structured_outputs, CALL["hermes"].replace("Rome", "Oslo")) is False
 
 
 def test_strict_refuses_what_no_grammar_holds_to() -> None:
     schema = WEATHER | {"not": {"required": ["days"]}}
     loose, reader = _plan("hermes", "required", tools=[_tool(parameters=schema)])
-    assert _fits(reader, loose.structured_outputs, CALL["hermes"]) is True
+    assert is_response(reader, loose.structured_outputs, CALL["hermes"]) is True
     strict, _ = _plan("hermes", "required", tools=[_tool(parameters=schema, strict=True)])
     with pytest.raises(RequestError, match=r"^tools\[0\]\.function\.parameters: not: no grammar"):
-        _fits(reader, strict.structured_outputs, CALL["hermes"])
+        is_response(reader, strict.structured_outputs, CALL["hermes"])
 
 
 def test_many_and_large_tools_are_served() -> None:
@@ -294,7 +258,9 @@ def test_many_and_large_tools_are_served() -> None:
         "properties": {f"p{i}": {"type": "string", "description": "x" * 40} for i in range(20)},
     }
     plan, reader = _plan("hermes", "required", tools=[_tool(f"f{i}", parameters) for i in range(100)])
-    assert _fits(reader, plan.structured_outputs, '<tool_call>{"name": "f77", "arguments": {"p3": "a"}}</tool_call>')
+    assert is_response(
+        reader, plan.structured_outputs, '<tool_call>{"name": "f77", "arguments": {"p3": "a"}}</tool_call>'
+    )
 
 
 def test_several_hundred_tools_with_names_of_other_protocols_are_served() -> None:
@@ -303,14 +269,14 @@ def test_several_hundred_tools_with_names_of_other_protocols_are_served() -> Non
     plan, reader = _plan("hermes", "required", tools=tools)
     for i in (0, 250, 400, 401):
         call = '<tool_call>{"name": "%s", "arguments": {"a": %d}}</tool_call>'
-        assert _fits(reader, plan.structured_outputs, call % (names[i], i)) is True
-        assert _fits(reader, plan.structured_outputs, call % (names[i], i + 1)) is False
+        assert is_response(reader, plan.structured_outputs, call % (names[i], i)) is True
+        assert is_response(reader, plan.structured_outputs, call % (names[i], i + 1)) is False
         assert _parsed(plan.parser(), call % (names[i], i)) == ("", [(names[i], f'{{"a": {i}}}')])
         assert call % (names[i], i) == written_calls(HERMES, [(names[i], {"a": i})]).replace(">\n", ">").replace(
             "\n<", "<"
         )
     bare, reader = _plan("bare", "required", tools=tools)
-    assert _fits(reader, bare.structured_outputs, f'[TOOL_CALLS]{names[7]}[ARGS]{{"a": 7}}') is True
+    assert is_response(reader, bare.structured_outputs, f'[TOOL_CALLS]{names[7]}[ARGS]{{"a": 7}}') is True
     assert _parsed(bare.parser(), f'[TOOL_CALLS]{names[7]}[ARGS]{{"a": 7}}') == ("", [(names[7], '{"a": 7}')])
 
 
@@ -366,14 +332,14 @@ def test_the_same_tool_twice_is_there_once_and_another_of_its_name_beside_it() -
     assert [tool["function"]["name"] for tool in plan.tools_for_template] == ["weather", "time", "weather"]
     for arguments in ('{"city": "Rome"}', '{"place": "Oslo"}'):
         call = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
-        assert _fits(reader, plan.structured_outputs, call) is True
+        assert is_response(reader, plan.structured_outputs, call) is True
 
 
 def test_parameters_that_are_no_object_constrain_nothing_without_strict() -> None:
     for kind in ("array", "int", 3, ["object", "null"]):
         plan, reader = _plan("hermes", "required", tools=[_tool(parameters={"type": kind}), _tool("time", None)])
-        assert _fits(reader, plan.structured_outputs, CALL["hermes"]) is True
-        assert _fits(reader, plan.structured_outputs, CALL["hermes"].replace("weather", "time")) is False
+        assert is_response(reader, plan.structured_outputs, CALL["hermes"]) is True
+        assert is_response(reader, plan.structured_outputs, CALL["hermes"].replace("weather", "time")) is False
 
 
 # ------------------------------------------------------------------------------------- custom tools
@@ -408,14 +374,14 @@ def test_a_custom_tool_is_shown_with_its_grammar_and_a_regex_holds() -> None:
     assert plan == _plan("hermes", "required", tools=[_custom(format={"type": "grammar", "grammar": lark})])[0]
     assert plan.custom == {"patch"}
     assert "lark grammar:\\nstart: /a+/" in json.dumps(plan.tools_for_template)
-    assert _fits(reader, plan.structured_outputs, _custom_call("b")) is True
+    assert is_response(reader, plan.structured_outputs, _custom_call("b")) is True
     regex, _ = _plan("hermes", "required", tools=[_custom(format=lark | {"syntax": "regex", "definition": "a+|c"})])
-    assert _fits(reader, regex.structured_outputs, _custom_call("aa")) is True
-    assert _fits(reader, regex.structured_outputs, _custom_call("b")) is False
+    assert is_response(reader, regex.structured_outputs, _custom_call("aa")) is True
+    assert is_response(reader, regex.structured_outputs, _custom_call("b")) is False
     for choice in ({"type": "custom", "custom": {"name": "patch"}}, {"type": "custom", "name": "patch"}):
         named, _ = _plan("hermes", choice, tools=[*TOOLS, _custom()])
-        assert _fits(reader, named.structured_outputs, _custom_call("b")) is True
-        assert _fits(reader, named.structured_outputs, CALL["hermes"]) is False
+        assert is_response(reader, named.structured_outputs, _custom_call("b")) is True
+        assert is_response(reader, named.structured_outputs, CALL["hermes"]) is False
 
 
 # ----------------------------------------------------------------------------------------- refusals
@@ -475,10 +441,10 @@ def test_tools_are_refused_by_place(tools: Any, said: str) -> None:
 def test_what_no_grammar_can_enforce_is_left_to_the_model_unless_strict(schema: dict[str, Any], fits: str) -> None:
     plan, reader = _plan("hermes", "required", tools=[_tool("time", None), _tool("f", schema)])
     call = '<tool_call>{"name": "f", "arguments": {"a": ' + fits + "}}</tool_call>"
-    assert _fits(reader, plan.structured_outputs, call)
+    assert is_response(reader, plan.structured_outputs, call)
     strict, _ = _plan("hermes", "required", tools=[_tool("time", None), _tool("f", schema, strict=True)])
     with pytest.raises(RequestError, match=r"^tools\[1\]\.function\.parameters: properties"):
-        _fits(reader, strict.structured_outputs, "")
+        is_response(reader, strict.structured_outputs, "")
 
 
 @pytest.mark.parametrize(
@@ -540,22 +506,17 @@ def test_a_stream_has_the_deltas_of_openai_and_the_official_client_joins_them() 
     user: list[Any] = [{"role": "user", "content": "Rome?"}]
     text = "I look.\n" + _custom_call("*** Begin\n\u20ac", is_ascii=False) + "\n" + TWO["hermes"]
 
-    async def talk(llm: Any) -> None:
-        async with AsyncLLM(llm) as engine:
-            http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app_of(engine)))
-            async with openai.AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="-", http_client=http) as client:
-                whole = await client.chat.completions.create(model="tiny", messages=user, tools=tools)
-                stream = await client.chat.completions.create(model="tiny", messages=user, tools=tools, stream=True)
-                choices = [event.choices[0] async for event in stream]
-                async with client.chat.completions.stream(model="tiny", messages=user, tools=tools[:2]) as helper:
-                    final = await helper.get_final_completion()
-                called: Any = whole.choices[0].message
-                results: list[Any] = [
-                    {"role": "tool", "tool_call_id": call.id, "content": "ok"} for call in called.tool_calls
-                ]
-                again = [*user, called.model_dump(), *results]
-                await client.chat.completions.create(model="tiny", messages=again, tools=tools)
-                assert json.dumps({"input": "*** Begin\n\u20ac"}, ensure_ascii=False) in llm.script.prompts[-1]
+    async def talk(client: openai.AsyncOpenAI, llm: Any) -> None:
+        whole = await client.chat.completions.create(model="tiny", messages=user, tools=tools)
+        stream = await client.chat.completions.create(model="tiny", messages=user, tools=tools, stream=True)
+        choices = [event.choices[0] async for event in stream]
+        async with client.chat.completions.stream(model="tiny", messages=user, tools=tools[:2]) as helper:
+            final = await helper.get_final_completion()
+        called: Any = whole.choices[0].message
+        results: list[Any] = [{"role": "tool", "tool_call_id": call.id, "content": "ok"} for call in called.tool_calls]
+        again = [*user, called.model_dump(), *results]
+        await client.chat.completions.create(model="tiny", messages=again, tools=tools)
+        assert json.dumps({"input": "*** Begin\n\u20ac"}, ensure_ascii=False) in llm.script.prompts[-1]
         message, parts = whole.choices[0].message, [one for c in choices for one in c.delta.tool_calls or []]
         custom, weather, time = message.tool_calls or []
         assert message.content == "".join(c.delta.content or "" for c in choices) == "I look."
@@ -578,7 +539,7 @@ def test_a_stream_has_the_deltas_of_openai_and_the_official_client_joins_them() 
         ]  # fmt: skip
 
     with scripted([text, text, "I look.\n" + TWO["hermes"]], drafters=["ngram"]) as llm:
-        asyncio.run(talk(llm))
+        with_openai(llm, lambda client: talk(client, llm))
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -587,14 +548,11 @@ def test_a_call_that_a_stop_string_cuts_off_is_not_reported_as_whole(streams: bo
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Rome?"}], "tools": TOOLS, "stop": ["city"]}
     body |= {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "seed": 3, "max_tokens": 300}
 
-    async def cut() -> None:
-        async with served(llm) as (client, _):
-            response = await client.post("/v1/chat/completions", json=body | {"stream": streams})
-            assert response.status_code == 200, response.text
-            assert '"finish_reason":"stop","stop_reason":"city"' in response.text, response.text
-            assert '"tool_calls":[' in response.text
-
-    asyncio.run(cut())
+    with Server(llm) as server:
+        response = server.post("/v1/chat/completions", json=body | {"stream": streams})
+        assert response.status_code == 200, response.text
+        assert '"finish_reason":"stop","stop_reason":"city"' in response.text, response.text
+        assert '"tool_calls":[' in response.text
 
 
 @pytest.mark.parametrize("kind", ["plain", "hermes", "llama", "mistral", "bare"])
@@ -607,24 +565,21 @@ def test_calls_that_were_answered_go_back_as_they_came(kind: str, tmp_path: Path
         "seed": 3,
     }
 
-    async def talk() -> None:
-        async with served(llm) as (client, _):
-            first = await client.post("/v1/chat/completions", json=body | {"messages": [user], "max_tokens": 300})
-            assert first.status_code == 200, first.text
-            choice = first.json()["choices"][0]
-            assert choice["finish_reason"] == "tool_calls"
-            message = choice["message"]
-            (call,) = message["tool_calls"]
-            assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
-            result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
-            more = {"tools": TOOLS, "messages": [user, message, result], "max_tokens": 20, "return_token_ids": True}
-            second = await client.post("/v1/chat/completions", json=more)
-            assert second.status_code == 200, second.text
-            prompt = llm.tokenizer.decode(second.json()["prompt_token_ids"])
-            assert json.dumps(json.loads(call["function"]["arguments"])) in prompt
-            assert "sunny" in prompt
-
-    asyncio.run(talk())
+    with Server(llm) as server:
+        first = server.post("/v1/chat/completions", json=body | {"messages": [user], "max_tokens": 300})
+        assert first.status_code == 200, first.text
+        choice = first.json()["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        message = choice["message"]
+        (call,) = message["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+        more = {"tools": TOOLS, "messages": [user, message, result], "max_tokens": 20, "return_token_ids": True}
+        second = server.post("/v1/chat/completions", json=more)
+        assert second.status_code == 200, second.text
+        prompt = llm.tokenizer.decode(second.json()["prompt_token_ids"])
+        assert json.dumps(json.loads(call["function"]["arguments"])) in prompt
+        assert "sunny" in prompt
 
 
 @pytest.mark.parametrize("depth", [101, 50_000])

@@ -1,6 +1,5 @@
 """What a model writes in each format, through the server: the same events with and without token trees."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import pytest
 
 from call_templates import CALLS, FUNCTIONS, template_of, written
-from serving import served
+from dialects import CHAT, DIALECTS, read
+from serving import post
 from specinfer import LLM
 from specinfer.inputs.formats.calls import FORMATS, HERMES, CallFormat
 from specinfer.inputs.formats.reasoning import REASONING_FORMATS, ReasoningFormat
@@ -30,39 +30,17 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-async def _answers(llm: LLM, body: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the message of a whole response, and of a stream's events."""
-    async with served(llm) as (client, _):
-        whole = await client.post("/v1/chat/completions", json=body)
-        assert whole.status_code == 200, whole.text
-        stream = await client.post("/v1/chat/completions", json=body | {"stream": True})
-    (choice,) = whole.json()["choices"]
-    message = choice["message"]
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
-    found = message["content"] or "", message.get("reasoning") or "", calls, choice["finish_reason"]
-    content, thought, reason, made = "", "", None, list[list[str]]()
-    for line in stream.text.split("\n\n"):
-        if not line.startswith("data: {"):
-            continue
-        (piece,) = json.loads(line.removeprefix("data: "))["choices"]
-        delta = piece["delta"]
-        content += delta.get("content") or ""
-        thought += delta.get("reasoning_content") or ""
-        reason = piece["finish_reason"] or reason
-        for call in delta.get("tool_calls") or []:
-            if "id" in call:
-                made.append([call["function"]["name"], ""])
-            made[call["index"]][1] += call["function"]["arguments"]
-    return found, (content, thought, [(name, text) for name, text in made], reason)
-
-
 def _ask(llm: LLM, text: str, **more: Any) -> Any:
     """Return what clients get of a text that the model writes, which is the same in each way of asking."""
     follow(llm, [text])
-    found = []
-    for options in ({"speculative": {"tree": "off"}}, {"prediction": {"type": "content", "content": text}}):
-        body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 900, "temperature": 0, "seed": 1}
-        found += asyncio.run(_answers(llm, body | more | options))
+    body = DIALECTS[CHAT].body("?", 900, temperature=0, seed=1, **more)
+    predicted = {"prediction": {"type": "content", "content": text}}  # in few passes, each over a tree
+    bodies = [
+        body | {"speculative": {"tree": "off"}, "stream": True},
+        body | predicted,
+        body | predicted | {"stream": True},
+    ]
+    found = [(one.text, one.thought, one.calls, one.reason) for one in map(read, post(llm, CHAT, *bodies))]
     assert found[1:] == found[:-1]
     return found[0]
 

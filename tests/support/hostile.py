@@ -7,23 +7,19 @@ alone; afterwards the server is healthy and serves the same again.
 import asyncio
 import json
 import re
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
 
-from specinfer import LLM, AsyncLLM, QueueLimits
-from specinfer.server.app import create_app
-from specinfer.server.config import ServerConfig
-from specinfer.server.state import ServerState
-from specinfer.server.stream import ANTHROPIC, OLLAMA, OPENAI, dialect_of
+from serving import PATIENCE, Server
+from specinfer import LLM, QueueLimits
+from specinfer.server.dialects import ANTHROPIC, OLLAMA, dialect_of
 
 T = TypeVar("T")
 CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
-PATIENCE = 60.0
 PROMPT = {"prompt": "def f", "max_tokens": 4}
 MESSAGES = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 # Schemas that are costly to compile.
@@ -79,7 +75,7 @@ def check_refusal(answer: httpx.Response) -> dict[str, Any]:
         assert told.pop("type", None) == ("error" if dialect is ANTHROPIC else None), told
         assert set(told) == {"error"}, told
         error = told["error"]
-        assert set(error) == {"message", "type", "code"} | ({"param"} if dialect is OPENAI else set()), error
+        assert set(error) == {"message", "type", "code"} | (set() if dialect is ANTHROPIC else {"param"}), error
     assert all(isinstance(value, str) and value for name, value in error.items() if name != "param"), error
     assert error.get("param") is None or isinstance(error["param"], str), error
     assert len(error["message"]) <= 1000
@@ -87,49 +83,18 @@ def check_refusal(answer: httpx.Response) -> dict[str, Any]:
     return error
 
 
-class Attacked:
-    """An app around a model, served in an event loop of its own; use it as `with`."""
+class Attacked(Server):
+    """A server that is attacked beside a neighbour."""
 
     def __init__(self, llm: LLM, limits: QueueLimits | None = None, **config: Any) -> None:
-        self.llm, self._limits, self._config = llm, limits, ServerConfig(access_log=False, **config)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="attacked")
+        super().__init__(llm, limits, ("demo",), access_log=False, **config)
         self._alone: dict[str, list[int]] = {}
-
-    def __enter__(self) -> "Attacked":
-        self.llm.engine.observers.clear()  # of servers before
-        self._thread.start()
-        self.run(self._start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.run(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-        self._loop.close()
-
-    async def _start(self) -> None:
-        self.engine = AsyncLLM(self.llm, self._limits)
-        self.engine.start()
-        self.app = create_app(ServerState(self.engine, self._config, ("demo",)))
-        self.client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=self.app), base_url="http://127.0.0.1", timeout=PATIENCE
-        )
-
-    async def _stop(self) -> None:
-        await self.client.aclose()
-        assert await self.engine.shutdown()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of work in the server's loop."""
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, PATIENCE), self._loop).result()
 
     def send(self, attack: Attack) -> httpx.Response:
         """The answer to one request, with nobody beside it."""
-        return self.run(self.post(attack))
+        return self.run(self.deliver(attack))
 
-    async def post(self, attack: Attack) -> httpx.Response:
+    async def deliver(self, attack: Attack) -> httpx.Response:
         """The answer to one request."""
         headers = {"content-type": "application/json", **attack.headers}
         content = attack.body if isinstance(attack.body, bytes) else json.dumps(attack.body).encode()
@@ -147,7 +112,7 @@ class Attacked:
         return self.run(self._beside(work))
 
     async def _send_all(self, attacks: Sequence[Attack]) -> list[httpx.Response]:
-        return list(await asyncio.gather(*map(self.post, attacks)))
+        return list(await asyncio.gather(*map(self.deliver, attacks)))
 
     async def _beside(self, work: Callable[[], Awaitable[T]]) -> T:
         alone = await self._neighbour("long")

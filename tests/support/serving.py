@@ -5,9 +5,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Self, TypeVar
 
 import httpx
 import pytest
@@ -20,22 +20,12 @@ from specinfer.server.config import ServerConfig
 from specinfer.server.state import ServerState
 
 T = TypeVar("T")
+PATIENCE = 60.0  # seconds
 Body = Callable[[httpx.AsyncClient, ServerState], Awaitable[T]]
 
 
 def app_of(engine: AsyncLLM, **config: Any) -> Any:
     return create_app(ServerState(engine, ServerConfig(**config), ("tiny",)))
-
-
-@asynccontextmanager
-async def served(
-    llm: LLM, limits: QueueLimits | None = None, **config: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncLLM]]:
-    """A client of an app around this model, and the engine behind it."""
-    async with AsyncLLM(llm, limits) as engine:
-        transport = httpx.ASGITransport(app=app_of(engine, **config))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
-            yield client, engine
 
 
 @contextmanager
@@ -115,32 +105,100 @@ def client_of(state: ServerState, **settings: Any) -> httpx.AsyncClient:
 
 
 def serve(
-    llm: LLM, body: Body[T], names: Sequence[str] = ("tiny",), limits: QueueLimits | None = None, **config: Any
+    llm: LLM | None, work: Body[T], names: Sequence[str] = ("tiny",), limits: QueueLimits | None = None, **config: Any
 ) -> T:
-    """What `body` makes of a client, while the engine runs."""
+    """What `work` makes of a client, while the engine runs; without a model while it is being loaded."""
 
     async def run() -> T:
-        async with AsyncLLM(llm, limits) as engine:
+        async with nullcontext() if llm is None else AsyncLLM(llm, limits) as engine:
             state = ServerState(engine, ServerConfig(**config), names)
             async with client_of(state) as client:
-                return await body(client, state)
+                return await work(client, state)
 
-    observers = list(llm.engine.observers)
+    observers = [] if llm is None else list(llm.engine.observers)
     try:
         return asyncio.run(run())
     finally:
-        llm.engine.observers[:] = observers  # without what a test put beside the engine
+        if llm is not None:
+            llm.engine.observers[:] = observers  # without what a test put beside the engine
 
 
-def without_engine(body: Body[T], **config: Any) -> T:
-    """The same while the model is being loaded."""
+def ask(
+    llm: LLM | None, *requests: tuple[str, Any], headers: Mapping[str, str] | None = None, **settings: Any
+) -> list[httpx.Response]:
+    """The answers to requests, each a path and a body, one after the other; a body of bytes is sent as it is."""
 
-    async def run() -> T:
-        state = ServerState(None, ServerConfig(**config), ("tiny",))
-        async with client_of(state) as client:
-            return await body(client, state)
+    async def work(client: httpx.AsyncClient, state: ServerState) -> list[httpx.Response]:
+        bodies = [(path, {"content": body} if isinstance(body, bytes) else {"json": body}) for path, body in requests]
+        return [await client.post(path, **body, headers=headers) for path, body in bodies]
 
-    return asyncio.run(run())
+    return serve(llm, work, **settings)
+
+
+def post(llm: LLM | None, path: str, *bodies: Any, **settings: Any) -> list[httpx.Response]:
+    """The answers to several bodies at one path."""
+    return ask(llm, *((path, body) for body in bodies), **settings)
+
+
+def choices_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The choices of a whole answer."""
+    assert answer.status_code == 200, answer.text
+    choices: list[dict[str, Any]] = answer.json()["choices"]
+    return choices
+
+
+class Server:
+    """An app around a model, served over ASGI in an event loop of its own; use it as `with`.
+
+    Args:
+        llm: None while the model is being loaded.
+    """
+
+    def __init__(
+        self, llm: LLM | None, limits: QueueLimits | None = None, names: Sequence[str] = ("tiny",), **config: Any
+    ) -> None:
+        self.llm: Any = llm
+        self._limits, self._names, self._config = limits, names, ServerConfig(**config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="server of a test")
+
+    def __enter__(self) -> Self:
+        if self.llm is not None:
+            self.llm.engine.observers.clear()  # of servers before
+        self._thread.start()
+        self.run(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        self._loop.close()
+
+    async def _start(self) -> None:
+        self.engine: Any = None if self.llm is None else AsyncLLM(self.llm, self._limits)
+        if self.engine is not None:
+            self.engine.start()
+        self.state = ServerState(self.engine, self._config, self._names)
+        self.client = client_of(self.state, timeout=PATIENCE)
+
+    async def _stop(self) -> None:
+        await self.client.aclose()
+        assert self.engine is None or await self.engine.shutdown()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, PATIENCE), self._loop).result()
+
+    def get(self, path: str, **given: Any) -> httpx.Response:
+        return self.run(self.client.get(path, **given))
+
+    def request(self, method: str, path: str, **given: Any) -> httpx.Response:
+        return self.run(self.client.request(method, path, **given))
+
+    def post(self, path: str, json: Any = None, **given: Any) -> httpx.Response:
+        return self.run(self.client.post(path, json=json, **given))
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:

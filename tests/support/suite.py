@@ -220,6 +220,7 @@ def _log_as_it_was() -> Iterator[None]:
     yield
     root.handlers[:], root.level = before[0], before[1]
     ours.setLevel(before[2])
+    logging.captureWarnings(False)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The programs as commands: python -m tests.server.pressure soak|attack|crowd."""
+"""The programs as commands: PYTHONPATH=tests/support python -m tests.server.pressure soak|attack|crowd."""
 
 import argparse
 import json

@@ -1,6 +1,6 @@
 """Hostile clients at a server for minutes, and two honest keys that must not notice.
 
-    python -m tests.server.pressure attack --minutes 10 --json attack.json
+    PYTHONPATH=tests/support python -m tests.server.pressure attack --minutes 10 --json attack.json
 
 starts `specinfer serve demo` with a key file that limits the hostile keys, measures the honest keys alone and under
 attack in turns, and reports their answers, their times to the first token, the server's memory and the size of its log.
@@ -25,8 +25,9 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.server.pressure.served import CHAT, TEXT, Body, events_of, serving
-from tests.support.hostile import BOMBS, MALFORMED
+from hostile import BOMBS, CHAT, MALFORMED, TEXT
+from served_command import serving
+from tests.server.pressure.served import Body, events_of
 
 _LIMITS = "max-num-seqs=1 max-num-queued-reqs=4 max-tokens-per-minute=6000 max-connections=8 max-incoming-bytes=8000000"
 _ROUNDS = 6  # in each, quiet time and then an attack of three times that length
@@ -283,11 +284,10 @@ def attack(seconds: float, *, port: int, seed: int = 0) -> Report:
         hostile = [f"hostile-key-{i} generate name=hostile-{i} {_LIMITS}" for i in range(8)]
         keys.write_text("\n".join([*_HONEST, *hostile]) + "\n")
         with (
-            open(log, "wb") as stream,
-            serving(*_OPTIONS, "--api-key-file", str(keys), port=port, stderr=stream) as process,
+            serving("demo", *_OPTIONS, "--api-key-file", str(keys), port=port, log=log) as server,
         ):
             hostile_clients.start()
-            report = asyncio.run(Honest(port, process.pid, seed).run(seconds, is_attacked))
+            report = asyncio.run(Honest(port, server.process.pid, seed).run(seconds, is_attacked))
             is_over.set()
             report.statuses = counts.get()
             hostile_clients.join()

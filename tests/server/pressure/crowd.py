@@ -1,6 +1,6 @@
 """A crowd of clients that keep a server waiting in every way, more of them than it has descriptors.
 
-    python -m tests.server.pressure crowd --minutes 2 --tls
+    PYTHONPATH=tests/support python -m tests.server.pressure crowd --minutes 2 --tls
 
 starts `specinfer serve demo` with 256 descriptors and reports how long /health took, what the log got, and what is left
 afterwards.
@@ -21,7 +21,8 @@ from tempfile import TemporaryDirectory
 
 import httpx
 
-from tests.server.pressure.served import TEXT, engine_of, serving
+from hostile import TEXT
+from served_command import serving
 
 DESCRIPTORS = 256
 _EACH = 60  # connections of each kind
@@ -152,17 +153,16 @@ def press(seconds: float, port: int, *, tls: bool) -> Report:
             options += ["--ssl-certfile", certificate, "--ssl-keyfile", key]
         log, scheme = folder / "log", f"http{'s' * tls}"
         with (
-            open(log, "wb") as stream,
-            serving(*options, port=port, scheme=scheme, stderr=stream, preexec_fn=_limit_descriptors) as process,
+            serving("demo", *options, port=port, scheme=scheme, log=log, preexec_fn=_limit_descriptors) as server,
         ):
-            files, num_lines = f"/proc/{engine_of(process)}/fd", len(log.read_text().splitlines())
+            files, num_lines = f"/proc/{server.engine}/fd", len(log.read_text().splitlines())
             before = len(os.listdir(files))
-            httpx.get(f"{scheme}://127.0.0.1:{port}/openapi.json", verify=_untrusting())  # made at the first request
+            httpx.get(f"{server.url}/openapi.json", verify=_untrusting())  # made at the first request
             _probe(port, 1.0, report.quiet_seconds, tls=tls)
             asyncio.run(_crowd(port, seconds, report, tls=tls))
             start = time.monotonic()
             asked = {"prompt": "def f", "max_tokens": 4}
-            answer = httpx.post(f"{scheme}://127.0.0.1:{port}{TEXT}", json=asked, verify=_untrusting())
+            answer = httpx.post(f"{server.url}{TEXT}", json=asked, verify=_untrusting())
             assert answer.status_code == 200, answer.text
             report.answer_seconds = time.monotonic() - start
             end = time.monotonic() + 10

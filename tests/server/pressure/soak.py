@@ -1,6 +1,6 @@
 """A soak: many clients of all kinds at one server for a long time, each answer compared with plain decoding's.
 
-    python -m tests.server.pressure soak --minutes 20 --clients 12 --json soak.json
+    PYTHONPATH=tests/support python -m tests.server.pressure soak --minutes 20 --clients 12 --json soak.json
 
 starts `specinfer serve demo` and ends with a report: answers, aborts and refusals; wrong answers; and the server's
 memory, open files, threads and KV slots over time. Whoever wants no wrong answer and flat lines reads it; the exit
@@ -22,7 +22,9 @@ from typing import Any
 
 import httpx
 
-from tests.server.pressure.served import CHAT, TEXT, Body, engine_of, events_of, serving
+from hostile import CHAT, TEXT
+from served_command import serving
+from tests.server.pressure.served import Body, events_of
 
 _HEADER = '"""Queues and stacks.\n\nThis module has the classes of a small library of containers."""\n\n' + "\n\n".join(
     f"class {name}:\n    def __init__(self, items=()):\n        self.items = list(items)\n\n    def __len__(self):\n"
@@ -286,6 +288,5 @@ def soak(seconds: float, num_clients: int, *, port: int, seed: int = 0, num_each
     answers = asyncio.run(expected_answers(asked))
     # A small cache and a short queue: prefixes are given up, requests put back, and some refused.
     options = ("--kv-cache-memory-bytes", "24M", "--max-num-queued-reqs", "16", "--log-level", "warning")
-    with serving(*options, port=port) as process:
-        engine = engine_of(process)
-        return asyncio.run(Soak(f"http://127.0.0.1:{port}", engine, asked, answers, seed).run(seconds, num_clients))
+    with serving("demo", *options, port=port) as server:
+        return asyncio.run(Soak(server.url, server.engine, asked, answers, seed).run(seconds, num_clients))

@@ -6,9 +6,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -18,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from served_command import HOME, PATIENCE, ServedCommand
 from serving import events_of
 from specinfer import LLM, SamplingParams
 from worlds import children_of, is_alive, listening_places
@@ -30,7 +28,6 @@ TITLE = "ray::ServeReplica:specinfer:Engine"
 SETTINGS: dict[str, object] = {
     "replica-cpus": 0.5, "scale-requests": 4, "scale-up-seconds": 1, "scale-down-seconds": 3, "shutdown-timeout": 120
 }  # fmt: skip
-PATIENCE = 300.0  # seconds for what takes a few where nothing else runs
 PROMPTS = ["Once upon a time", "def add(a, b):", "The quick brown", "# A list of"]
 
 
@@ -67,8 +64,8 @@ if any("default_worker" in word for word in sys.orig_argv):
 """
 
 
-class Server:
-    """The command in a process of its own."""
+class Server(ServedCommand):
+    """The command with replicas."""
 
     def __init__(self, folder: Path, replicas: str, **settings: object) -> None:
         self.load_seconds = 0.0
@@ -76,34 +73,14 @@ class Server:
         self.ending.mkdir()
         (self.ending / "sitecustomize.py").write_text(ENDING)
         self._settings = SETTINGS | settings
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            self.port = found.getsockname()[1]
-        self.config, self.log = folder / "serve.yaml", folder / "log.txt"
+        self.config = folder / "serve.yaml"
         self.configure(replicas)
-        command = [sys.executable, "-m", "specinfer", "serve", "demo", "--port", str(self.port)]
-        places = os.pathsep.join(filter(None, (str(self.ending), os.environ.get("PYTHONPATH"))))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": places}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen([*command, "--config", str(self.config)], stderr=log, env=environment)
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE)
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(self.ending), HOME))}
+        super().__init__("demo", "--config", str(self.config), log=folder / "log.txt", environment=environment)
 
     def configure(self, replicas: str) -> None:
         """What is read at the start, and again on SIGUSR1."""
         self.config.write_text(json.dumps({"replicas": replicas} | self._settings))  # JSON is YAML, too
-
-    def wait(self, holds: Callable[[], bool], seconds: float = PATIENCE) -> float:
-        """The seconds until it is so."""
-        begun = time.monotonic()
-        while not holds():
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            assert time.monotonic() - begun < seconds, self.log.read_text()[-3000:]
-            time.sleep(0.1)
-        return time.monotonic() - begun
-
-    def is_up(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return self.client.get("/health/ready").status_code == 200
-        return False
 
     def num_serving(self) -> int:
         """Replicas that answer."""
@@ -150,10 +127,10 @@ def serving(folder: Path, replicas: str, **settings: object) -> Iterator[Server]
         started.load_seconds = started.wait(started.is_up)
         yield started
     finally:
-        started.client.close()
         if started.process.poll() is None:
             started.process.terminate()
         started.process.wait(PATIENCE)
+        started.close()
 
 
 @pytest.fixture(scope="module")
