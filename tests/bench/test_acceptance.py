@@ -1,7 +1,5 @@
 """Acceptance: what is counted is what the requests counted, errors are the jackknife's, bad input is refused."""
 
-import io
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from heads import save_eagle3
+from reports import shown, written
 from specinfer.bench import acceptance
 from specinfer.bench.acceptance import next_token_ranks, run_acceptance
 from specinfer.bench.acceptance_drafters import describe, disturbed_copies
@@ -26,17 +24,10 @@ from specinfer.model.runner import ModelRunner
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
 from specinfer.reporting.report import Report
-from tiny import load_runner, save_model
+from tiny import load_runner
 
 PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 SETUP = Setup(("draft",), "coupled", "shared-noise", "1", 0.0)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target, and a drafter that is the target itself but for its name."""
-    root = tmp_path_factory.mktemp("pair")
-    return str(save_model(root / "target")), str(save_model(root / "drafter"))
 
 
 def make_config(folders: tuple[str, str], **changes: Any) -> AcceptanceConfig:
@@ -119,14 +110,12 @@ def test_drafters_are_compared_in_the_same_time_too(report: Report[Counted]) -> 
     for row in report.measured.parts["drafters"]:
         for counts in row.cells.values():
             assert counts.tokens_per_second == sum(counts.generated) / counts.seconds > 0
-    text = io.StringIO()
-    report.print(Console(file=text, width=200))
-    assert "The same runs, all prompts at once: tokens per second" in text.getvalue()
+    assert "The same runs, all prompts at once: tokens per second" in shown(report)
     rows = report.measured.parts[SAME_TIME]
     assert [row.label for row in rows] == ["drafter", "suffix", "the first 2, merged"]
     assert re.fullmatch(r"best first, steps of \d+\.\d\d ms, verified by coupled", rows[0].group)
     shape = rows[0].cells["temperature 0"].setup.tree.removeprefix("best-first:")
-    assert f"{rows[0].cells['temperature 0'].tokens_per_pass.value:.2f}±0.00 {shape}" in text.getvalue()
+    assert f"{rows[0].cells['temperature 0'].tokens_per_pass.value:.2f}±0.00 {shape}" in shown(report)
 
 
 def test_trees_fit_into_the_time_of_a_step_by_measured_costs() -> None:
@@ -196,18 +185,16 @@ def test_disturbed_copies_are_worse_and_worse(folders: tuple[str, str], tmp_path
 def test_what_is_written_and_shown(folders: tuple[str, str], report: Report[Counted], tmp_path: Path) -> None:
     paths = {"json": tmp_path / "numbers.json", "plot": str(tmp_path / "plot.svg")}
     made = run_acceptance(make_config(folders, parts=("table1", "drafters"), drafters=(folders[1],), **paths))
-    numbers = json.loads(paths["json"].read_text())
-    assert numbers == json.loads(json.dumps(made.as_dict()))
+    numbers = written(made, tmp_path / "numbers.json")
     assert {"table1", "drafters", "options", "environment", "ratios"} <= numbers.keys()
     assert "table2" not in numbers
     assert Path(paths["plot"]).read_text().lstrip().startswith("<?xml")
     report.draw(tmp_path / "all.png")
     assert (tmp_path / "all.png").stat().st_size > 1000
-    shown = io.StringIO()
-    report.print(Console(file=shown, width=80))
-    assert "Table 1" in shown.getvalue()
-    assert "as a multiple of the best single drafter" in shown.getvalue()
-    assert max(map(len, shown.getvalue().splitlines())) <= 80
+    text = shown(report, 80)
+    assert "Table 1" in text
+    assert "as a multiple of the best single drafter" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

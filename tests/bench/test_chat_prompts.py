@@ -1,6 +1,5 @@
 """Chat prompts of several kinds: what they are, how answers to them are measured, and what is refused."""
 
-import io
 import json
 import re
 from collections.abc import Callable
@@ -9,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
+from reports import shown
 from specinfer.bench.acceptance import run_acceptance
 from specinfer.bench.acceptance_options import AcceptanceConfig
 from specinfer.bench.comparisons import ArmRow, Compared
@@ -56,12 +55,6 @@ def report(folder: str) -> Report[Compared]:
         max_tokens=MAX_TOKENS, repeats=2,
     )  # fmt: skip
     return run_latency(config)
-
-
-def shown(report: Report[Any]) -> str:
-    text = io.StringIO()
-    report.print(Console(file=text, width=80))
-    return text.getvalue()
 
 
 # ------------------------------------------------------------------------------------------ prompts
@@ -188,7 +181,7 @@ def test_latency_by_kind_is_that_of_the_kind_alone(report: Report[Compared]) -> 
         assert set(numbers["by_kind"][kind]["arms"]) == {PLAIN, "1,1", "2"}
         assert numbers["by_kind"][kind]["arms"]["2"]["speedup"] == part.result.speedup_of(part.result.trees[1]).median
     assert "by_kind" not in latency_page(replace(report.measured, kinds=())).as_dict()
-    text = shown(report)
+    text = shown(report, 80)
     assert re.search(r"By kind of prompt\n.*\n.*\nquestions +off .*\n +1,1 ", text)
     tables = text.partition("medians")[2].partition("Sampled steps")[0]
     assert max(map(len, tables.splitlines())) <= 80
@@ -212,7 +205,7 @@ def test_throughput_by_kind_counts_each_request(folder: str) -> None:
         assert by_kind["lists"][0] == pytest.approx(expected)
     numbers: Any = json.loads(json.dumps(report.as_dict()))
     assert set(numbers["batches"][1]["by_kind"]["1,1"]) == set(TWO)
-    text = shown(report)
+    text = shown(report, 80)
     assert re.search(r"1 +1,1 +\d\.\d\d \d+\.\d\d +\d\.\d\d \d+\.\d\d", text)
 
 
@@ -232,4 +225,4 @@ def test_acceptance_by_kind_adds_up_to_the_whole(folder: str) -> None:
         assert rate == sum(counts.generated[i] for i in numbers) / sum(counts.passes[i] for i in numbers)
     written: Any = json.loads(json.dumps(report.as_dict()))
     assert written["by_kind"]["drafters"][0]["tokens_per_pass"] == by_kind
-    assert "By kind of prompt: tokens per pass, temperature 0" in shown(report)
+    assert "By kind of prompt: tokens per pass, temperature 0" in shown(report, 80)

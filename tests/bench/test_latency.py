@@ -1,6 +1,5 @@
 """Latency: the numbers follow from what was timed, and bad input is refused before anything is."""
 
-import io
 import json
 import statistics
 from collections.abc import Iterator
@@ -9,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from reports import shown, written
 from specinfer.bench import loop
 from specinfer.bench.comparisons import Compared
 from specinfer.bench.latency import latency_page, run_latency
@@ -26,13 +25,6 @@ TREES = ("1,1,1", "2,1")
 MAX_TOKENS = 12
 PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 COUNTERS: list[dict[str, Any]] = []  # of each request that was streamed, in order
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target, and a drafter that is the target itself but for its name."""
-    root = tmp_path_factory.mktemp("pair")
-    return str(save_model(root / "target")), str(save_model(root / "drafter"))
 
 
 def make_config(folders: tuple[str, str], **changes: Any) -> LatencyConfig:
@@ -170,10 +162,8 @@ def test_what_is_written_and_shown(report: Report[Compared], folders: tuple[str,
     for suffix in (".png", ".svg"):
         report.draw(tmp_path / f"plot{suffix}")
         assert (tmp_path / f"plot{suffix}").stat().st_size > 1000
-    shown = io.StringIO()
-    report.print(Console(file=shown, width=140))
-    assert f"{numbers['speedup']:.2f}" in shown.getvalue()
-    assert "the same tokens as plain decoding in all 6 runs" in shown.getvalue()
+    assert f"{numbers['speedup']:.2f}" in shown(report)
+    assert "the same tokens as plain decoding in all 6 runs" in shown(report)
 
 
 def test_rules_that_draw_other_tokens_than_plain_decoding_say_so(report: Report[Compared]) -> None:
@@ -192,16 +182,15 @@ def test_rules_that_draw_other_tokens_than_plain_decoding_say_so(report: Report[
 def test_drafters_without_weights_of_their_own_are_named(report: Report[Compared], folders: tuple[str, str]) -> None:
     models = find_models(folders[0], ("self:int8", "suffix", folders[1]))
     environment = replace(report.measured.environment, drafter_parameters=models.drafter_parameters)
-    shown = io.StringIO()
-    latency_page(replace(report.measured, environment=environment)).print(Console(file=shown, width=200))
-    assert "drafters: self:int8, suffix, drafter 0.0 M parameters;" in shown.getvalue()
+    page = latency_page(replace(report.measured, environment=environment))
+    assert "drafters: self:int8, suffix, drafter 0.0 M parameters;" in shown(page)
 
 
 def test_files_asked_for_and_sampling_and_an_automatic_tree(folders: tuple[str, str], tmp_path: Path) -> None:
     paths = {"json": tmp_path / "numbers.json", "plot": str(tmp_path / "plot.svg")}
     config = make_config(folders, trees=("auto",), temperature=0.8, repeats=1, warmup=0, dtype="bfloat16", **paths)
     report = run_latency(config)
-    assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(report.as_dict()))
+    written(report, tmp_path / "numbers.json")
     assert Path(paths["plot"]).read_text().lstrip().startswith("<?xml")
     assert report.measured.environment.dtype == "bfloat16"
 

@@ -1,7 +1,6 @@
 """A server under load: who arrives when, what is noted of each request, and the numbers that follow."""
 
 import asyncio
-import io
 import json
 import math
 import statistics
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from fake_server import FakeServer, serving
+from reports import shown, written
 from specinfer.bench.serve import run_serve
 from specinfer.bench.serve_load import arrivals, at_rate, schedule, send_all, send_alone
 from specinfer.bench.serve_options import DEFAULT, ServeConfig
@@ -29,7 +28,6 @@ from specinfer.bench.serve_search import highest_rate, next_rate
 from specinfer.cli.app import app
 from specinfer.client import open_async_client
 from specinfer.core.limits import SLO
-from specinfer.reporting.report import Report
 from specinfer.reporting.spread import Spread
 from tiny import save_model, save_tokenizer
 
@@ -57,12 +55,6 @@ def make_config(server: FakeServer, **changes: Any) -> ServeConfig:
 
 def reporting(**changes: Any) -> ServeConfig:
     return ServeConfig(base_url="http://127.0.0.1:1", **changes)
-
-
-def shown(report: Report[Any]) -> str:
-    output = io.StringIO()
-    report.print(Console(file=output, width=100))
-    return output.getvalue()
 
 
 # ------------------------------------------------------------------------------------ the plan
@@ -366,8 +358,7 @@ def test_a_run_against_a_server(server: FakeServer, tmp_path: Path) -> None:
     assert len({(body["prompt"], body["cache_salt"]) for body in server.asked}) == len(server.asked)
     assert {body["max_tokens"] for body in server.asked} == {3}
     assert all(body["ignore_eos"] and body["model"] == "tiny" for body in server.asked)
-    numbers = json.loads(files["json"].read_text())
-    assert numbers == json.loads(json.dumps(report.as_dict()))
+    numbers = written(report, tmp_path / "numbers.json")
     assert [rate["request_rate"] for rate in numbers["rates"]] == [200.0, "inf"]
     for rate in numbers["rates"]:
         assert list(rate["arms"]) == [DEFAULT, "off"]

@@ -1,6 +1,5 @@
 """Floors follow from bytes and products, ceilings are measured, and stages are what was sampled of every arm."""
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
+from reports import shown
 from specinfer.bench.ceilings import Bandwidth, Ceilings, measure_ceilings
 from specinfer.bench.comparisons import Compared
 from specinfer.bench.latency import run_latency
@@ -29,12 +28,6 @@ CPU = torch.device("cpu")
 SLOW = Ceilings(bytes_per_second=1000.0, flops_per_second=1e18)  # memory alone counts
 POOR = Ceilings(bytes_per_second=1e18, flops_per_second=1000.0)  # arithmetic alone counts
 PROMPTS = tuple(map(tuple, random_prompts((4, 9))))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    root = tmp_path_factory.mktemp("pair")
-    return str(save_model(root / "target")), str(save_model(root / "drafter"))
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +164,7 @@ def test_latency_samples_the_steps_of_every_arm(report: Report[Compared]) -> Non
         assert stages["total_ms"] == pytest.approx(arm.ms_per_pass, rel=0.9)
     assert "draft" not in numbers["arms"]["off"]["stages"]["over_floor"]
     assert numbers["arms"]["1,1"]["stages"]["over_floor"]["draft"] > 0
-    shown = io.StringIO()
-    report.print(Console(file=shown, width=140))
-    table = shown.getvalue().partition("Sampled steps: ")[2]
+    table = shown(report).partition("Sampled steps: ")[2]
     assert table.count("%)") >= 5
     assert str(measured.ceilings) in table
     assert measured.floors_text().startswith("\ntarget's pass over its floor: off ")
@@ -190,7 +181,5 @@ def test_throughput_samples_once_all_prompts_are_read(folders: tuple[str, str]) 
     numbers: Any = json.loads(json.dumps(report.as_dict()))
     assert numbers["ceilings"]["gb_per_s"] > 0
     assert numbers["batches"][0]["arms"]["1,1"]["stages"]["percent_beside_target"] > 0
-    shown = io.StringIO()
-    report.print(Console(file=shown, width=140))
-    rows = shown.getvalue().partition("Sampled steps: ")[2].splitlines()
+    rows = shown(report).partition("Sampled steps: ")[2].splitlines()
     assert max(len(row) for row in rows[:5]) <= 80

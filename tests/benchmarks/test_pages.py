@@ -1,7 +1,5 @@
 """Each measurement, in small: what it runs, what it writes and shows, and what it refuses."""
 
-import io
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import hybrid, kernels
@@ -26,6 +23,7 @@ from benchmarks.schedule import AUTO, LEARNED, ScheduleConfig, run_schedule
 from benchmarks.shift import ShiftConfig, blocks_of, cut_text, other_domain, prose_prompts, run_shift
 from gguf_files import write_model
 from quantized_files import save_quantized
+from reports import shown, written
 from specinfer.bench.ceilings import Bandwidth
 from specinfer.bench.options import PLAIN
 from specinfer.core.rules import RULES
@@ -54,19 +52,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def _little_memory_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (hybrid, kernels):
         monkeypatch.setattr(module, "Bandwidth", lambda device: Bandwidth(device, 2**17))
-
-
-def shown(report: Report[Any]) -> str:
-    text = io.StringIO()
-    report.print(Console(file=text, width=160))
-    return text.getvalue()
-
-
-def written(report: Report[Any], file: Path) -> dict[str, Any]:
-    """The JSON of a report, which is what its file holds."""
-    numbers: dict[str, Any] = json.loads(file.read_text())
-    assert numbers == json.loads(json.dumps(report.as_dict(), default=str))
-    return numbers
 
 
 def test_a_table_shows_medians_and_writes_all() -> None:

@@ -1,7 +1,6 @@
 """Peers: each in a process of its own, out with a reason when it fails, on weights that are the target's."""
 
 import dataclasses
-import io
 import json
 import statistics
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rich.console import Console
 
 from benchmarks.comparisons import GrownLatencyConfig, PeerLatency, run_grown_latency
 from benchmarks.peers import llama_server, race
@@ -20,6 +18,7 @@ from benchmarks.peers.interface import Adapter, Ask, Load
 from benchmarks.peers.names import LIBRARIES, Library, Peer, parse_peer
 from benchmarks.peers.report import PeerRuns, ratio_over
 from benchmarks.process import Worker, WorkerError
+from reports import shown
 from specinfer.core.errors import ModelError
 from specinfer.demo.pair import demo_folders
 from specinfer.model.definition import load_plain
@@ -58,12 +57,6 @@ def measure(folders: tuple[str, str], *peers: str, **changes: Any) -> Report[Pee
 def peers_of(report: Report[PeerLatency]) -> PeerRuns:
     assert report.measured.peers is not None
     return report.measured.peers
-
-
-def shown(report: Report[PeerLatency]) -> str:
-    text = io.StringIO()
-    report.print(Console(file=text, width=200))
-    return text.getvalue()
 
 
 # ------------------------------------------------------------------------------------------ names
@@ -180,7 +173,7 @@ def test_peers_are_measured_together_with_our_arms(folders: tuple[str, str], tmp
     assert len(entry["runs"]) == 4
     assert numbers["peers_skipped"] == {"absent:f32": "pip install no_such_package"}
     assert numbers["options"]["peers"] == ["fake", "fake-draft", "fake:q8_0", "fake:f32", "absent"]
-    text = shown(report)
+    text = shown(report, 200)
     assert "peer absent:f32 skipped: pip install no_such_package" in text
     assert "peer fake-draft:f32 with num_draft 3, fake on 1: 4 of 4 outputs part from our plain decoding" in text
     report.draw(tmp_path / "plot.svg")
@@ -206,7 +199,7 @@ def test_a_peer_that_fails_is_out_and_the_run_goes_on(
     assert len(report.measured.ours.result.plain.runs) == 4
     assert peers_of(report).arms == ()
     assert dict(peers_of(report).skipped) == {"fake:f32": reason}
-    assert f"peer fake:f32 skipped: {reason}" in shown(report)
+    assert f"peer fake:f32 skipped: {reason}" in shown(report, 200)
 
 
 def test_a_peer_that_looks_up_needs_no_drafter_and_speculates(folders: tuple[str, str]) -> None:
