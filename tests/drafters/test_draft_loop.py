@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from drafting import span_of
 from heads import drafter_of, ids_of, llm_of, save_eagle3
 from pair_heads import save_eagle, save_mtp
 from specinfer.core.draws import Draws
@@ -52,7 +53,7 @@ class _Twins:
         self.drafters[1]._loop = None
 
     def draft(self, requests: Sequence[Request], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
-        spans = [Span(request, len(request.token_ids) - 1, len(request.token_ids)) for request in requests]
+        spans = [span_of(request) for request in requests]
         counts = [dict(request.drafting.num_draws) for request in requests]
         one = self.drafters[0].draft(spans, budgets)
         used = [request.drafting.num_draws for request in requests]
@@ -223,7 +224,7 @@ def test_wide_trees_next_to_drawn_ones_are_not_in_their_call(
     twins = _Twins(runner_of("llama", vocab_size=300), vocabulary=vocabulary, draft_sampling="without-replacement")
     requests = [make_request(str(i), [7, 8, i], params, seed=i) for i, params in enumerate((GREEDY, SAMPLED))]
     budgets = [TreeBudget.expansion((200,)), TreeBudget.expansion((2, 1))]
-    spans = [Span(request, len(request.token_ids) - 1, len(request.token_ids)) for request in requests]
+    spans = [span_of(request) for request in requests]
     trees = twins.drafters[0].draft(spans, budgets)
     assert [tree.num_guessed for tree in trees] == [200, 4]
     assert used == [True]
@@ -245,7 +246,7 @@ def test_trees_of_one_call_are_kept_if_others_run_out_of_slots(
         make_request("0", [3, 4, 5], GREEDY),
         make_request("1", [5, 6], replace(GREEDY, repetition_penalty=1.3)),
     ]
-    spans = [Span(request, len(request.token_ids) - 1, len(request.token_ids)) for request in requests]
+    spans = [span_of(request) for request in requests]
     monkeypatch.setattr(drafter.runner, "forward", Mock(side_effect=OutOfSlotsError))
     trees = drafter.draft(spans, [TreeBudget(8, 3)] * 2)
     assert [tree.num_guessed > 0 for tree in trees] == [True, False]

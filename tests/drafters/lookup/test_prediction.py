@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafting import draft_within
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
@@ -23,10 +24,7 @@ def _request(prediction: Sequence[int], said: Sequence[int] = (), prompt: Sequen
 
 
 def _guesses(drafter: PredictionDrafter, request: Request, max_nodes: int = 4, max_depth: int = 4) -> list[int]:
-    (tree,) = drafter.draft(
-        [Span(request, len(request.token_ids) - 1, len(request.token_ids))], [TreeBudget(max_nodes, max_depth)]
-    )
-    assert tree.tokens[0] == request.token_ids[-1]
+    tree = draft_within(drafter, request, TreeBudget(max_nodes, max_depth))
     assert tree.num_guessed <= min(max_nodes, max_depth)
     assert tree.parents == tuple(range(-1, tree.num_guessed))
     confidences = [draw.confidence for draw in tree.draws]

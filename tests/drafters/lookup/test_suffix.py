@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafting import draft_within
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
@@ -36,12 +37,7 @@ def _request(request_id: str, prompt: Sequence[int], said: Sequence[int] = (), s
 
 
 def _draft(drafter: SuffixDrafter, request: Request, max_nodes: int = 8, max_depth: int = 4) -> TokenTree:
-    (tree,) = drafter.draft(
-        [Span(request, len(request.token_ids) - 1, len(request.token_ids))], [TreeBudget(max_nodes, max_depth)]
-    )
-    assert tree.tokens[0] == request.token_ids[-1]
-    assert tree.num_guessed <= max_nodes
-    assert tree.max_depth <= max_depth
+    tree = draft_within(drafter, request, TreeBudget(max_nodes, max_depth))
     assert [draw.node for draw in tree.draws] == list(range(1, len(tree)))
     assert all(draw.drafter == "suffix" and 0 < draw.confidence <= 1 for draw in tree.draws)
     return tree

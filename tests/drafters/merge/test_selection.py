@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import reference
+from drafting import span_of
 from specinfer import LLM
 from specinfer.bench.latency import run_latency
 from specinfer.bench.options import LatencyConfig, ThroughputConfig
@@ -36,10 +37,6 @@ PARAMS = {
     ),
 }
 BUDGET = TreeBudget(8, 8)
-
-
-def _span(request: Request) -> Span:
-    return Span(request, len(request.token_ids) - 1, len(request.token_ids))
 
 
 def _expected(request: Request, drawing: str, start: int, model: Any = None) -> list[float]:
@@ -107,7 +104,7 @@ def test_a_drafter_that_is_asked_is_scored_once_on_every_token(
     found: list[list[float]] = [[], []]
     generator = torch.Generator().manual_seed(1)
     for step in range(7):
-        trees = drafter.draft([_span(r) for r in requests], [budget] * 2)
+        trees = drafter.draft([span_of(r) for r in requests], [budget] * 2)
         for request, tree, known in zip(requests, trees, found, strict=True):
             leaf = int(torch.randint(len(tree), (), generator=generator))
             _say(request, (*tree.path_tokens(leaf), 5 + step))
@@ -144,7 +141,7 @@ def test_only_the_end_of_a_long_text_is_scored(
 def test_many_requests_share_what_logits_may_take(runner_of: Callable[..., ModelRunner]) -> None:
     drafter = _scored(runner_of("llama"))
     requests = [make_request(str(i), prompt, PARAMS["greedy"]) for i, prompt in enumerate(random_prompts([40] * 16))]
-    drafter.draft([_span(request) for request in requests], [TreeBudget.expansion((1,))] * 16)
+    drafter.draft([span_of(request) for request in requests], [TreeBudget.expansion((1,))] * 16)
     for request in requests:
         assert drafter.take_losses(request.request_id).prompt == _expected(request, "shared-noise", 40 - 256 // 16)
         drafter.forget(request.request_id)
@@ -177,7 +174,7 @@ def test_a_drafter_that_is_not_scored_computes_no_extra_logits(runner_of: Callab
     forward = runner.forward
     runner.forward = lambda pieces: (rows.append([piece.num_logits for piece in pieces]), forward(pieces))[1]  # type: ignore[method-assign]
     try:
-        drafter.draft([_span(request)], [TreeBudget.expansion((1,))])
+        drafter.draft([span_of(request)], [TreeBudget.expansion((1,))])
     finally:
         del runner.forward
     assert rows == [[1]]
@@ -268,7 +265,7 @@ def _text_request(name: str, length: int = 80) -> Request:
 
 def _step(merged: MergedDrafter, requests: Sequence[Request], budget: TreeBudget = BUDGET) -> list[int]:
     """The tokens that each request says in one step."""
-    trees = merged.draft([_span(request) for request in requests], [budget] * len(requests))
+    trees = merged.draft([span_of(request) for request in requests], [budget] * len(requests))
     drafted = []
     for request, tree in zip(requests, trees, strict=True):
         node, path = 0, list[int]()
@@ -370,7 +367,7 @@ def test_lookups_are_always_asked_and_scored() -> None:
     lookup = NGramDrafter()
     merged, request = _merged(models, 1, [lookup]), _text_request("0", 95)
     for _ in range(20):
-        trees = merged.draft([_span(request)], [BUDGET])
+        trees = merged.draft([span_of(request)], [BUDGET])
         assert {draw.drafter for draw in trees[0].draws} == {"one", "ngram"}
         request.append(_text(len(request.token_ids)), None)
         merged.observe(request, trees[0], Acceptance((), request.token_ids[-1]))
@@ -384,9 +381,9 @@ def test_a_policys_choice_goes_first() -> None:
     models = [Expert(name, lambda request, place: True) for name in ("one", "two")]
     merged, request = _merged(models, 1, [NGramDrafter()]), _text_request("0", 95)
     for allowed, expected in (({"two"}, {"two"}), ({"two", "ngram"}, {"two", "ngram"}), ({"ngram"}, {"ngram"})):
-        (tree,) = merged.draft([_span(request)], [replace(BUDGET, drafters=frozenset(allowed))])
+        (tree,) = merged.draft([span_of(request)], [replace(BUDGET, drafters=frozenset(allowed))])
         assert {draw.drafter for draw in tree.draws} == expected
-    (tree,) = merged.draft([_span(request)], [replace(BUDGET, drafters=frozenset())])
+    (tree,) = merged.draft([span_of(request)], [replace(BUDGET, drafters=frozenset())])
     assert not tree.num_guessed
     merged.forget("0")
 
@@ -395,7 +392,7 @@ def test_requests_that_decode_plainly_are_not_replayed() -> None:
     models = [Expert(name, lambda request, place: True) for name in ("one", "two")]
     merged = _merged(models, 1)
     guessing, plain = _text_request("0"), _text_request("1")
-    merged.draft([_span(guessing), _span(plain)], [BUDGET, OFF])
+    merged.draft([span_of(guessing), span_of(plain)], [BUDGET, OFF])
     assert [expert.replayed for expert in models] == [[80], [80]]
 
 

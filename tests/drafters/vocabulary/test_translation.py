@@ -18,9 +18,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordPiece
 from transformers import PreTrainedTokenizerFast
 
+from drafting import draft_within
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
-from specinfer.core.request import Request, Span
+from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.demo.pair import demo_folders
@@ -42,6 +43,7 @@ from tiny import (
     load_runner,
     make_request,
     make_tokenizer,
+    paths_of,
     random_prompts,
     resized,
     run,
@@ -337,15 +339,6 @@ def test_the_work_of_a_step_does_not_grow_with_the_text(kind: str, unit: str) ->
 # ------------------------------------------------------------------------------------------ drafts
 
 
-def _draft(drafter: SmallModelDrafter, request: Request, budget: TreeBudget) -> TokenTree:
-    (tree,) = drafter.draft([Span(request, len(request.token_ids) - 1, len(request.token_ids))], [budget])
-    return tree
-
-
-def _paths(tree: TokenTree) -> set[tuple[int, ...]]:
-    return {tree.path_tokens(node) for node in range(len(tree))}
-
-
 @settings(max_examples=8)
 @given(
     st.sampled_from(sorted(TOKENIZERS)),
@@ -365,8 +358,8 @@ def test_it_keeps_up_with_any_output(
     drafter, fresh = _drafter(kind, target), _drafter(kind, target)
     request = make_request("0", prompt, SamplingParams(temperature=0.0, max_tokens=500))
     for leaf, token, seen in steps:
-        tree = _draft(drafter, request, budget)
-        assert _paths(tree) == _paths(_draft(fresh, request, budget))
+        tree = draft_within(drafter, request, budget)
+        assert set(paths_of(tree)) == set(paths_of(draft_within(fresh, request, budget)))
         fresh.forget("0")
         path = tree.path(leaf % len(tree))
         for said in (*(tree.tokens[node] for node in path), token):
@@ -386,7 +379,7 @@ def test_accepted_guesses_are_not_read_again(runner_of: Callable[..., ModelRunne
     )
     request = make_request("0", tokenizer.encode("the \u00e9 cat"), params)  # one character is two target tokens
     for _ in range(5):
-        tree = _draft(drafter, request, TreeBudget.expansion((2, 1, 1)))
+        tree = draft_within(drafter, request, TreeBudget.expansion((2, 1, 1)))
         num_known = len(drafter._cache.known["0"].ids)
         path = tree.path(len(tree) - 1)
         for token in (*(tree.tokens[node] for node in path), tree.tokens[1]):
@@ -405,17 +398,17 @@ def test_its_own_length_is_counted_in_its_own_tokens(runner_of: Callable[..., Mo
     drafter.runner.loaded = replace(drafter.runner.loaded, max_position=20)
     for text, depth in (("the " * 4, 3), ("the " * 4 + "is", 2), ("the " * 5, 0), ("the " * 9, 0)):
         request = make_request("0", make_tokenizer().encode(text))
-        assert _draft(drafter, request, TreeBudget.expansion((1, 1, 1))).max_depth == depth
+        assert draft_within(drafter, request, TreeBudget.expansion((1, 1, 1))).max_depth == depth
         drafter.forget("0")
 
 
 def test_long_texts_are_read_in_chunks(runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch) -> None:
     request, budget = make_request("0", make_tokenizer().encode("the cat is in the station, " * 3)), TreeBudget(6, 3)
     whole = _drafter("merges", runner_of("llama"))
-    tree = _draft(whole, request, budget)
+    tree = draft_within(whole, request, budget)
     monkeypatch.setattr("specinfer.drafters.drafter_cache.MAX_CHUNK", 7)
     parts = _drafter("merges", runner_of("llama"))
-    assert _paths(_draft(parts, request, budget)) == _paths(tree)
+    assert set(paths_of(draft_within(parts, request, budget))) == set(paths_of(tree))
     assert tree.num_guessed == 6
     for drafter in (whole, parts):
         drafter.forget("0")
@@ -550,7 +543,7 @@ def test_it_is_scored_on_tokens_of_its_own(kind: str, runner_of: Callable[..., M
     cache.free("all")
     assert drafter.take_losses("0").prompt == [float(a != b) for a, b in zip(best[:-1], ids[1:], strict=True)]
     for step in range(4):  # its own accepted nodes among them
-        tree = _draft(drafter, request, TreeBudget(6, 3))
+        tree = draft_within(drafter, request, TreeBudget(6, 3))
         leaf = len(tree) - 1
         for token in (*tree.path_tokens(leaf), make_tokenizer().encode("x. y")[step]):
             request.append(token, None)
