@@ -111,7 +111,7 @@ _TREES_OF = ("lfm2", "qwen3_5_text", "bamba", "mamba", "bailing_hybrid", "recurr
 @pytest.mark.parametrize("num_kept", [3, 16])
 @pytest.mark.parametrize(
     "family", quick(_TREES_OF, "lfm2", "qwen3_5_text", "bamba", "mamba", "recurrent_gemma")
-)  # the others' recurrences are in test_recurrence_kernels, and take seconds here
+)  # the others' recurrences are in tests/ops/test_recurrence.py, and take seconds here
 def test_trees_over_kernels_give_the_tokens_of_plain_decoding(
     family: str, num_kept: int, runner_of: Runners, launched: Launches
 ) -> None:

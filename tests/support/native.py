@@ -21,9 +21,14 @@ ISAS = (
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Let native kernels use this instruction set; the test is skipped where this machine lacks it."""
+    yield from using(request.param)
+
+
+def using(name: str) -> Iterator[str]:
+    """Body of a fixture in which native kernels use an instruction set."""
     loaded = library()
     best = loaded.specinfer_name()
-    if not loaded.specinfer_use(request.param.encode()):
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
+    if not loaded.specinfer_use(name.encode()):
+        pytest.skip(f"this machine has no {name}")
+    yield name
     loaded.specinfer_use(best)
