@@ -129,21 +129,15 @@ def read_definition(
     """Return the family's definition with the folder's weights, or with those of `state_dict`."""
     family = config.model_type
     try:
-        # A state_dict is only accepted by the family's own class.
-        kind = AutoModelForCausalLM if state_dict is None else AutoModelForCausalLM._model_mapping[type(config)]
-        with quietly():
-            model, info = kind.from_pretrained(
-                folder if state_dict is None else None,
-                state_dict=state_dict,
-                config=config,
-                dtype=dtype,
-                # Falcon and MPT do not use the attention interface; their replacements call our attention themselves.
-                attn_implementation="eager" if family in REPLACED else ATTENTION_NAME,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # such weights are refused below, by name
-            )
+        model, info = _with_weights(
+            config,
+            folder if state_dict is None else state_dict,
+            dtype=dtype,
+            # Falcon and MPT do not use the attention interface; their replacements call our attention themselves.
+            attn_implementation="eager" if family in REPLACED else ATTENTION_NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # such weights are refused below, by name
+        )
     except Exception as error:  # transformers raises many types for a folder that it cannot load
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # from a table of attention classes
             raise ModelError(f"model: family {family!r} is not supported: its attention cannot be replaced") from error
@@ -226,11 +220,15 @@ def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
     return model
 
 
-def _with_weights(config: Any, weights: dict[str, Tensor], **options: Any) -> Any:
-    """Return the family's definition with these weights, by their names in the files."""
-    # A state_dict is only accepted by the family's own class.
-    kind = AutoModelForCausalLM._model_mapping[type(config)]
+def _with_weights(config: Any, weights: Path | dict[str, Tensor], **options: Any) -> Any:
+    """Return the family's definition with the weights of a folder, or with these, by their names in the files."""
     with quietly():
+        if isinstance(weights, Path):
+            return AutoModelForCausalLM.from_pretrained(
+                weights, config=config, use_safetensors=True, trust_remote_code=False, **options
+            )
+        # A state_dict is only accepted by the family's own class.
+        kind = AutoModelForCausalLM._model_mapping[type(config)]
         return kind.from_pretrained(None, config=config, state_dict=weights, **options)
 
 
