@@ -186,7 +186,7 @@ class _Step:
 
     def _pack(self, trees: Sequence[TokenTree]) -> None:
         pieces = [
-            Piece.of_span(span.tokens, tree, self._prefix, np.arange(len(tree)))
+            Piece.from_span(span.tokens, tree, self._prefix, np.arange(len(tree)))
             for span, tree in zip(self._spans, trees, strict=True)
         ]
         pack(pieces, self._store, torch.device("cpu"))

@@ -193,16 +193,16 @@ def _tree(loaded: LoadedModel, size: int, context: int) -> Callable[[], None]:
     tokens = source.integers(loaded.vocab_size, size=context + size).tolist()
     parents = (-1, *(int(source.integers(node)) for node in range(1, size)))
     runner, slots = ModelRunner(loaded, context + size), np.arange(context + size)
-    runner.forward([Piece.of_span(tokens[:context], None, slots[:0], slots[:context])])
+    runner.forward([Piece.from_span(tokens[:context], None, slots[:0], slots[:context])])
     tree = TokenTree(tuple(tokens[context:]), parents)
-    piece = Piece.of_span(tokens[context : context + 1], tree, slots[:context], slots[context:])
+    piece = Piece.from_span(tokens[context : context + 1], tree, slots[:context], slots[context:])
     return lambda: _checked(runner, piece)
 
 
 def _prompt(loaded: LoadedModel, size: int) -> Callable[[], None]:
     tokens = np.random.default_rng(0).integers(loaded.vocab_size, size=size).tolist()
     runner, slots = ModelRunner(loaded, size), np.arange(size)
-    piece = Piece.of_span(tokens, TokenTree.root(tokens[-1]), slots[:0], slots)
+    piece = Piece.from_span(tokens, TokenTree.root(tokens[-1]), slots[:0], slots)
     return lambda: _checked(runner, piece)
 
 

@@ -289,7 +289,7 @@ class _Subject:
         else:
             parents = (-1, *(int(source.integers(node)) for node in range(1, size)))
             chain, tree = tokens[:1], TokenTree(tuple(tokens), parents)
-        piece = Piece.of_span(chain, tree, slots[:context], slots[context:])
+        piece = Piece.from_span(chain, tree, slots[:context], slots[context:])
 
         def run() -> None:
             if not bool(runner.forward([piece])[-1].isfinite().all()):

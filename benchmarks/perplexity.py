@@ -232,7 +232,7 @@ def _logits(runner: TargetRunner, tokens: Sequence[int]) -> Tensor:
     cache = runner.cache
     try:
         slots = cache.reserve(_PROBE, len(tokens))
-        piece = Piece.of_span(tokens, None, cache.slots(_PROBE), slots)
+        piece = Piece.from_span(tokens, None, cache.slots(_PROBE), slots)
         return runner.forward([replace(piece, num_logits=len(tokens))])
     finally:
         cache.free(_PROBE)

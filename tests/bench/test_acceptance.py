@@ -167,7 +167,7 @@ def next_rows(runner: ModelRunner, tokens: list[int]) -> list[float]:
 
     slots = runner.cache.reserve("x", len(tokens))
     try:
-        piece = Piece.of_span(tokens, TokenTree.root(tokens[-1]), runner.cache.slots("x"), slots)
+        piece = Piece.from_span(tokens, TokenTree.root(tokens[-1]), runner.cache.slots("x"), slots)
         return runner.forward([piece])[0].tolist()
     finally:
         runner.cache.free("x")

@@ -23,9 +23,9 @@ def _piece(runner: ModelRunner) -> Piece:
     cache = runner.cache
     prefix = [3, 4, 5]
     slots = cache.reserve("r", len(prefix))
-    runner.forward([Piece.of_span(prefix, None, cache.slots("r"), slots)])
+    runner.forward([Piece.from_span(prefix, None, cache.slots("r"), slots)])
     cache.commit("r", range(len(prefix)))
-    return Piece.of_span([6, 7], TREE, cache.slots("r"), cache.reserve("r", 6))
+    return Piece.from_span([6, 7], TREE, cache.slots("r"), cache.reserve("r", 6))
 
 
 def test_a_tree_is_split_into_its_paths(runner_of) -> None:  # type: ignore[no-untyped-def]

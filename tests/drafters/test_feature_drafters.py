@@ -350,7 +350,7 @@ def test_captured_passes_store_hidden_states_of_real_tokens_only(decoder: str, t
     last = runner.tensors.taps[3][119].clone()
     for start, end in ((0, 13), (13, 14), (14, 21)):  # passes that are padded to larger sizes
         slots = runner.cache.reserve("one", end - start)
-        piece = Piece.of_span(text[start:end], None, runner.cache.slots("one"), slots)
+        piece = Piece.from_span(text[start:end], None, runner.cache.slots("one"), slots)
         runner.forward([replace(piece, num_logits=1)])
         runner.cache.commit("one", range(end - start))
     for found, wanted in zip(

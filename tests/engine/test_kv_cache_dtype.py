@@ -111,9 +111,9 @@ def test_a_node_sees_the_nodes_above_it_as_they_will_be_read_later(
 
     def in_a_tree(store: KVTensors, after_the_prompt: Callable[[KVTensors], None] = lambda _: None) -> Tensor:
         slots = torch.arange(count + len(TREE)).numpy()
-        _logits(loaded, [[Piece.of_span(prompt, None, NO_SLOTS, slots[:count])]], store)
+        _logits(loaded, [[Piece.from_span(prompt, None, NO_SLOTS, slots[:count])]], store)
         after_the_prompt(store)
-        return _logits(loaded, [[Piece.of_span([TREE.tokens[0]], TREE, slots[:count], slots[count:])]], store)
+        return _logits(loaded, [[Piece.from_span([TREE.tokens[0]], TREE, slots[:count], slots[count:])]], store)
 
     def round_all(store: KVTensors) -> None:
         for pool in (*store.keys, *store.values):
@@ -132,11 +132,11 @@ def test_a_node_sees_the_nodes_above_it_as_they_will_be_read_later(
         while path[0]:
             path.insert(0, TREE.parents[path[0]])
         store, slots = make_store(kv_dtype), torch.arange(count + len(path)).numpy()
-        passes = [[Piece.of_span(prompt, None, NO_SLOTS, slots[:count])]]
+        passes = [[Piece.from_span(prompt, None, NO_SLOTS, slots[:count])]]
         for i, one in enumerate(path):
             token = TREE.tokens[one]
             place = slots[: count + i], slots[count + i : count + i + 1]
-            passes.append([Piece.of_span([token], TokenTree.root(token), *place)])
+            passes.append([Piece.from_span([token], TokenTree.root(token), *place)])
         assert torch.equal(found[node], _logits(loaded, passes, store)[0])
         assert not torch.equal(wrong[node], found[node])
 
@@ -157,7 +157,7 @@ def test_logits_are_those_of_a_cache_whose_numbers_are_rounded(
     def token_by_token(store: KVTensors, loaded: LoadedModel) -> Tensor:
         slots = torch.arange(len(PROMPTS[1])).numpy()
         passes = [
-            [Piece.of_span([token], TokenTree.root(token), slots[:i], slots[i : i + 1])]
+            [Piece.from_span([token], TokenTree.root(token), slots[:i], slots[i : i + 1])]
             for i, token in enumerate(PROMPTS[1])
         ]
         return _logits(loaded, passes, store)
@@ -328,7 +328,7 @@ def test_scales_keep_large_keys_and_values(is_native: bool, model_folder: Folder
             loaded = _loaded(place, kv_dtype, native=is_native)
             runner = ModelRunner(loaded, 64)
             slots = torch.arange(len(PROMPTS[1])).numpy()
-            piece = Piece.of_span(PROMPTS[1], None, NO_SLOTS, slots)
+            piece = Piece.from_span(PROMPTS[1], None, NO_SLOTS, slots)
             logits.append(_logits(loaded, [[replace(piece, num_logits=8)]], runner.tensors))
     exact, cut, _, scaled = logits
     assert torch.equal(exact, logits[2])

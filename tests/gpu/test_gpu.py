@@ -100,7 +100,7 @@ def test_the_fused_decoder_computes_what_the_definition_does(
         runner = ModelRunner(loaded, 1024)
         for name, tokens in zip("ab", random_prompts([5, 300]), strict=True):
             slots = runner.cache.reserve(name, len(tokens))
-            piece = Piece.of_span(tokens, None, runner.cache.slots(name), slots)
+            piece = Piece.from_span(tokens, None, runner.cache.slots(name), slots)
             found.append(runner.forward([replace(piece, num_logits=len(tokens))]))
         for name in "ab":
             runner.cache.free(name)

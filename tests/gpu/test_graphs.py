@@ -55,10 +55,10 @@ def test_captured_passes_compute_what_others_do(family: str, model_folder: Calla
 def _pass(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
     cache = runner.cache
     slots = cache.reserve("a", len(prompt))
-    runner.forward([Piece.of_span(prompt, None, cache.slots("a"), slots)])
+    runner.forward([Piece.from_span(prompt, None, cache.slots("a"), slots)])
     cache.commit("a", range(len(prompt)))
     slots = cache.reserve("a", len(TREE))
-    logits = runner.forward([Piece.of_span([8], TREE, cache.slots("a"), slots)]).clone()
+    logits = runner.forward([Piece.from_span([8], TREE, cache.slots("a"), slots)]).clone()
     cache.free("a")
     return logits
 
@@ -89,7 +89,7 @@ def test_chunks_of_prompts_larger_than_all_sizes_give_the_logits_of_other_attent
             for name in "ab":
                 tokens = random_prompts([count], seed=i)[0]
                 slots, prefix = runner.cache.reserve(name, count), runner.cache.slots(name)
-                pieces.append(Piece.of_span(tokens, TokenTree.root(tokens[-1]), prefix, slots))
+                pieces.append(Piece.from_span(tokens, TokenTree.root(tokens[-1]), prefix, slots))
             logits.append(runner.forward(pieces).clone())
             for name in "ab":
                 runner.cache.commit(name, range(count))
@@ -121,7 +121,7 @@ def test_a_captured_pass_allocates_nothing(model_folder: Callable[..., Path]) ->
     cache, counts = runner.cache, []
     for _ in range(8):
         slots = cache.reserve("a", 1)
-        runner.forward([Piece.of_span([8], TokenTree.root(8), cache.slots("a"), slots)])
+        runner.forward([Piece.from_span([8], TokenTree.root(8), cache.slots("a"), slots)])
         cache.commit("a", [0])
         counts.append(torch.cuda.memory_stats()["allocation.all.allocated"])
     cache.free("a")
@@ -133,7 +133,7 @@ def test_a_captured_pass_waits_for_nothing(model_folder: Callable[..., Path]) ->
     runner = ModelRunner(load_model(model_folder("llama"), torch.float32, CUDA), 600, graphs=Graphs(CUDA))
     runner.prepare()
     slots = runner.cache.reserve("a", 1)
-    piece = Piece.of_span([8], TokenTree.root(8), runner.cache.slots("a"), slots)
+    piece = Piece.from_span([8], TokenTree.root(8), runner.cache.slots("a"), slots)
     runner.forward([piece])
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -54,7 +54,9 @@ class Rig:
         for prefix, chain, tree in parts:
             end = start + prefix + chain + tree.num_guessed
             tokens = [*range(chain - 1), tree.tokens[0]]
-            self.pieces.append(Piece.of_span(tokens, tree, slots[start : start + prefix], slots[start + prefix : end]))
+            self.pieces.append(
+                Piece.from_span(tokens, tree, slots[start : start + prefix], slots[start + prefix : end])
+            )
             start = end
         num_new = sum(len(piece.tokens) for piece in self.pieces)
         self.query = self.random(1, heads, num_new, dims[0]).to(dtype)
@@ -114,8 +116,8 @@ def test_what_others_cannot_see_cannot_hurt_them(name: str) -> None:
     rig = Rig([(6, 1, TokenTree.root(1)), (1, 1, TokenTree.chain(1, [2]))])
     slots = np.arange(10)  # the first request has slot 0
     rig.pieces = [
-        Piece.of_span([1], TokenTree.root(1), slots[:6], slots[6:7]),
-        Piece.of_span([1], TokenTree.chain(1, [2]), slots[7:8], slots[8:]),
+        Piece.from_span([1], TokenTree.root(1), slots[:6], slots[6:7]),
+        Piece.from_span([1], TokenTree.chain(1, [2]), slots[7:8], slots[8:]),
     ]
     clean = rig.run(**CASES[name])
     rig.store.keys[0][:6] = rig.store.values[0][:6] = math.nan
@@ -269,7 +271,7 @@ def test_a_token_gets_the_same_to_the_bit_in_a_tree_and_in_a_chain(
         alone = Rig([(0, 1, TokenTree.root(1))], dims=(dim, dim), dtype=dtype)
         alone.store = tree.store
         known = np.concatenate([tree.pieces[0].prefix_slots, slots[:first]])
-        alone.pieces = [Piece.of_span([path[first]], TokenTree.root(path[first]), known, slots[first : first + 1])]
+        alone.pieces = [Piece.from_span([path[first]], TokenTree.root(path[first]), known, slots[first : first + 1])]
         alone.query, alone.key, alone.value = (x[:, :, [on_path[first]]] for x in (tree.query, tree.key, tree.value))
         assert torch.equal(alone.run()[0], wanted[first])
 

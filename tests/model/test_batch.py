@@ -19,7 +19,7 @@ def _piece(prefix: int, chain: list[int], tree: TokenTree | None, first_slot: in
     """Slots are taken in falling order, so that no slot equals its position."""
     num_new = len(chain) + (tree.num_guessed if tree else 0)
     slots = np.arange(first_slot + prefix + num_new - 1, first_slot - 1, -1)
-    return Piece.of_span(chain, tree, slots[:prefix], slots[prefix:])
+    return Piece.from_span(chain, tree, slots[:prefix], slots[prefix:])
 
 
 @given(prefix=st.integers(0, 4), num_chain=st.integers(1, 4), tree=trees(max_nodes=8))

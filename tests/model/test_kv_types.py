@@ -130,7 +130,7 @@ def test_native_code_stores_the_same(isa: str, dtype: torch.dtype) -> None:
     x = numbers()
     cache = KVTensors([LayerShape(2, 8, 8, scales=SCALES)], len(x), torch.float32, CPU, kv_dtype=dtype)
     slots = np.arange(len(x))
-    pieces = pack([Piece.of_span([0] * len(x), None, slots[:0], slots)], cache, CPU).native
+    pieces = pack([Piece.from_span([0] * len(x), None, slots[:0], slots)], cache, CPU).native
     assert pieces is not None
     call = AttentionCall(cache.keys[0], cache.values[0], 0, 1.0, kv_scales=SCALES)
     nothing = torch.zeros(0)
@@ -195,7 +195,7 @@ def test_passes_without_fixed_shapes_read_keys_and_values_as_bytes(dtype: torch.
     cache = KVTensors([LayerShape(2, 8, 8, scales=SCALES)], 12, torch.float32, CPU, kv_dtype=dtype)
     slots = torch.randperm(12, generator=generator)
     cache.store(0, slots, *(torch.randn(12, 2, 8, generator=generator) for _ in range(2)))
-    batch = pack([Piece.of_span([0], wide(3), slots[:8].numpy(), slots[8:].numpy())], cache, CPU, native=False)
+    batch = pack([Piece.from_span([0], wide(3), slots[:8].numpy(), slots[8:].numpy())], cache, CPU, native=False)
     query = torch.randn(4, 4, 8, generator=generator)
     with NoSelection():
         found = attend_stored(batch, 0, query, AttentionFeatures(0.3))
@@ -215,7 +215,7 @@ def test_native_attention_is_that_over_the_widened_numbers(isa: str, dtype: torc
         cache = KVTensors([LayerShape(1, dim, dim, scales=SCALES)], count, torch.float32, CPU, kv_dtype=dtype)
         slots = torch.randperm(count, generator=generator)
         cache.store(0, slots, *(torch.randn(count, 1, dim, generator=generator) for _ in range(2)))
-        piece = Piece.of_span([0], tree, slots[:prefix].numpy(), slots[prefix:].numpy())
+        piece = Piece.from_span([0], tree, slots[:prefix].numpy(), slots[prefix:].numpy())
         batch = pack([piece], cache, CPU)
         query = torch.randn(len(tree), 3, dim, generator=generator)
         call = AttentionCall(cache.keys[0], cache.values[0], 3, dim**-0.5, kv_scales=SCALES)

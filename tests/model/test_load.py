@@ -128,7 +128,7 @@ def test_shards(tmp_path: Path) -> None:
     whole, runner = make_model("llama"), ModelRunner(_load(tmp_path), 8)
     tokens = [3, 1, 4, 5, 6]
     slots = runner.cache.reserve("a", len(tokens))
-    logits = runner.forward([Piece.of_span(tokens[:2], TokenTree.chain(1, tokens[2:]), NO_SLOTS, slots)])
+    logits = runner.forward([Piece.from_span(tokens[:2], TokenTree.chain(1, tokens[2:]), NO_SLOTS, slots)])
     wanted = whole(input_ids=torch.tensor([tokens])).logits[0, 1:]
     torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
 

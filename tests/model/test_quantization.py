@@ -366,7 +366,7 @@ def test_a_node_has_the_logits_of_its_path_alone(family: str, quantization: str,
     pieces = []
     for i, prompt in enumerate(prompts):
         slots = cache.reserve(str(i), len(prompt) + len(TREE))
-        pieces.append(Piece.of_span([*prompt, 8], TREE, cache.slots(str(i)), slots))
+        pieces.append(Piece.from_span([*prompt, 8], TREE, cache.slots(str(i)), slots))
     try:
         found = runner.forward(pieces)
     finally:

@@ -93,7 +93,7 @@ def test_what_kernels_read_is_on_the_device(
     monkeypatch.setattr(layer_ops, "convolve", convolve)
     monkeypatch.setattr(layer_ops, "recur", recur)
     tree = TokenTree((1, 2, 3, 4), (-1, 0, 0, 1))
-    logits = runner.forward([Piece.of_span([5, 6, 1], tree, np.arange(4), np.arange(4, 10))])
+    logits = runner.forward([Piece.from_span([5, 6, 1], tree, np.arange(4), np.arange(4, 10))])
     assert logits.shape == (4, loaded.num_logits)
     layers = [module for module in model.modules() if is_recurrent(module)]
     assert calls["convolve"] == len(layers)

@@ -119,7 +119,7 @@ def test_tokens_are_scanned_once_and_prefixes_continue_at_a_kept_state(
 def test_parents_after_a_chain_are_those_of_a_search_from_its_start(num_chain: int, parents: tuple[int, ...]) -> None:
     tree = TokenTree(tuple(range(len(parents))), parents)
     new = num_chain + len(parents) - 1
-    piece = Piece.of_span([0] * num_chain, tree, np.arange(3), np.arange(3, 3 + new))
+    piece = Piece.from_span([0] * num_chain, tree, np.arange(3), np.arange(3, 3 + new))
     chain = list(range(-1, 3 + num_chain - 1))
     wanted = [*chain, *(3 + num_chain - 1 + parent for parent in parents[1:])]
     assert parents_of(piece).tolist() == wanted

@@ -200,7 +200,7 @@ def test_a_layer_in_one_call_is_its_parts(isa: str, activation: str, has_post_no
     call = paired_call(tuple(linears), tuple(norms[:2]), 1e-6, post_norms=post_norms, gate=GATES[activation])
     store = KVTensors((LayerShape(1, dim, dim),), tokens, torch.float32, torch.device("cpu"))
     chain, slots = TokenTree.chain(0, range(1, tokens)), torch.arange(tokens).numpy()
-    pieces = pack([Piece.of_span([0], chain, slots[:0], slots)], store, torch.device("cpu"), native=True).native
+    pieces = pack([Piece.from_span([0], chain, slots[:0], slots)], store, torch.device("cpu"), native=True).native
     attention = AttentionCall(store.keys[0], store.values[0], heads, 0.3, rotated=dim)
     x, angles = _random((tokens, width), seed=9), _random((tokens, dim), seed=10)
     arguments = ((attention, None), pieces, angles.cos(), angles.sin())

@@ -39,7 +39,10 @@ def _layer(mixed: int, results: int, recurrent: RecurrentParts | None = None) ->
 
 def _batch(shape: LayerShape, dtype: torch.dtype) -> tuple[ForwardBatch, NativePieces]:
     store, slots = KVTensors((shape,), 30, dtype, CPU), np.arange(30)
-    trees = (Piece.of_span([5, 6, 8], TREE, slots[:0], slots[:8]), Piece.of_span([7, 8], TREE, slots[:0], slots[8:15]))
+    trees = (
+        Piece.from_span([5, 6, 8], TREE, slots[:0], slots[:8]),
+        Piece.from_span([7, 8], TREE, slots[:0], slots[8:15]),
+    )
     batch = pack(trees, store, CPU, native=True)
     assert batch.native is not None
     return batch, batch.native

@@ -75,7 +75,7 @@ def test_requests_that_grow_shrink_and_share_come_through(data: st.DataObject) -
             prefixes[i] = prefix
             tree = data.draw(trees())
             slots = np.asarray([next(free) for _ in range(len(tree))], dtype=np.int64)
-            pieces.append(Piece.of_span([tree.tokens[0]], tree, np.asarray(prefix, dtype=np.int64), slots))
+            pieces.append(Piece.from_span([tree.tokens[0]], tree, np.asarray(prefix, dtype=np.int64), slots))
         assert all(map(_same, reader.read(writer.write(pieces)), pieces))
 
 
@@ -100,4 +100,4 @@ def test_a_chunk_of_a_prompt_is_sent_without_its_mask() -> None:
 
 def _chain(prefix: range, length: int) -> Piece:
     slots = np.arange(length, dtype=np.int64) + 10**6
-    return Piece.of_span(list(range(length)), None, np.asarray(prefix, dtype=np.int64), slots)
+    return Piece.from_span(list(range(length)), None, np.asarray(prefix, dtype=np.int64), slots)

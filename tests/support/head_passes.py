@@ -86,7 +86,7 @@ def head_passes(loaded: LoadedModel, num_logits: int = 7) -> tuple[Tensor, Tenso
     head, runner = loaded.model, ModelRunner(loaded, 64)
     assert isinstance(head, FeatureHead)
     slots = runner.cache.reserve("one", len(CHAIN))
-    chain = Piece.of_span(CHAIN, TokenTree.root(CHAIN[-1]), runner.cache.slots("one"), slots)
+    chain = Piece.from_span(CHAIN, TokenTree.root(CHAIN[-1]), runner.cache.slots("one"), slots)
     features = chain_features(loaded)
     if head.block is not None and head.mask_features is None:
         runner.forward([replace(chain, features=features, num_logits=0)])
@@ -98,6 +98,6 @@ def head_passes(loaded: LoadedModel, num_logits: int = 7) -> tuple[Tensor, Tenso
     first = runner.forward([replace(chain, features=features, num_logits=num_logits)]).clone()
     runner.cache.commit("one", range(len(CHAIN)))
     slots = runner.cache.reserve("one", len(TREE))
-    tree = Piece.of_span(TREE.tokens[:1], TREE, runner.cache.slots("one"), slots)
+    tree = Piece.from_span(TREE.tokens[:1], TREE, runner.cache.slots("one"), slots)
     second = runner.forward([replace(tree, features=chain_features(loaded, len(TREE), seed=1))])
     return torch.cat([first, second]), runner.tensors.taps[0][: len(CHAIN) + len(TREE)].float()

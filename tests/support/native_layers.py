@@ -63,10 +63,10 @@ def last_logits(runner: ModelRunner) -> Tensor:
     cache = runner.cache
     for chunk in (PROMPT[:25], PROMPT[25:-1]):
         slots = cache.reserve("a", len(chunk))
-        runner.forward([Piece.of_span(chunk, None, cache.slots("a"), slots)])
+        runner.forward([Piece.from_span(chunk, None, cache.slots("a"), slots)])
         cache.commit("a", range(len(chunk)))
     slots = cache.reserve("a", 1)
-    logits = runner.forward([Piece.of_span(PROMPT[-1:], TokenTree.root(PROMPT[-1]), cache.slots("a"), slots)])
+    logits = runner.forward([Piece.from_span(PROMPT[-1:], TokenTree.root(PROMPT[-1]), cache.slots("a"), slots)])
     cache.free("a")
     return logits[0]
 
@@ -95,14 +95,14 @@ class Reader:
 
     def read(self, name: str, tokens: list[int]) -> None:
         slots = self.runner.cache.reserve(name, len(tokens))
-        self.runner.forward([Piece.of_span(tokens, None, self.runner.cache.slots(name), slots)])
+        self.runner.forward([Piece.from_span(tokens, None, self.runner.cache.slots(name), slots)])
         self.runner.cache.commit(name, range(len(tokens)))
 
     def piece(self, name: str, tree: TokenTree, chain: Sequence[int] = ()) -> Piece:
         """A tree at the end of what was read and of a chain, whose last token is the root."""
         chain = chain or tree.tokens[:1]
         slots = self.runner.cache.reserve(name, len(chain) + tree.num_guessed)
-        return Piece.of_span(chain, tree, self.runner.cache.slots(name), slots)
+        return Piece.from_span(chain, tree, self.runner.cache.slots(name), slots)
 
     def alone(self, name: str, tokens: list[int]) -> Tensor:
         """[tokens, vocab] after each of the tokens, which are read one at a time."""

@@ -197,12 +197,12 @@ def passes() -> list[list[Piece]]:
     none = np.arange(0)
     return [
         [
-            Piece.of_span(first[:4], None, none, slots[0][:4]),
-            Piece.of_span(second, TokenTree.chain(second[-1], []), none, slots[1][:5]),
+            Piece.from_span(first[:4], None, none, slots[0][:4]),
+            Piece.from_span(second, TokenTree.chain(second[-1], []), none, slots[1][:5]),
         ],
         [
-            Piece.of_span([*first[4:], 7], _TREE, slots[0][:4], slots[0][4:14]),
-            Piece.of_span([3], TokenTree.chain(3, []), slots[1][:5], slots[1][5:6]),
+            Piece.from_span([*first[4:], 7], _TREE, slots[0][:4], slots[0][4:14]),
+            Piece.from_span([3], TokenTree.chain(3, []), slots[1][:5], slots[1][5:6]),
         ],
     ]
 

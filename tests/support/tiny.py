@@ -362,7 +362,7 @@ def logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
     """[tokens, vocab] of one pass over a prompt."""
     slots = runner.cache.reserve("a", len(tokens))
     try:
-        piece = Piece.of_span(tokens, None, runner.cache.slots("a"), slots)
+        piece = Piece.from_span(tokens, None, runner.cache.slots("a"), slots)
         return runner.forward([replace(piece, num_logits=len(tokens))])
     finally:
         runner.cache.free("a")

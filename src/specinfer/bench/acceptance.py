@@ -187,7 +187,7 @@ def next_token_ranks(runner: ModelRunner, prompt: Sequence[int], output: Sequenc
     cache = runner.cache
     try:
         slots = cache.reserve(_PROBE, len(known))
-        piece = replace(Piece.of_span(known, None, cache.slots(_PROBE), slots), num_logits=len(output))
+        piece = replace(Piece.from_span(known, None, cache.slots(_PROBE), slots), num_logits=len(output))
         logits = runner.forward([piece])  # [output, the tokens that the drafter knows]
     finally:
         cache.free(_PROBE)

@@ -62,7 +62,7 @@ def first_logits(
     assert isinstance(head, FeatureHead)
     assert head.block is not None
     slots = cache.reserve(name, count)
-    runner.forward([replace(Piece.of_span(ids[:-1], None, slots[:0], slots), features=features)])
+    runner.forward([replace(Piece.from_span(ids[:-1], None, slots[:0], slots), features=features)])
     cache.commit(name, range(count))
     parts = []
     for start in range(0, len(anchors), BLOCKS_TOGETHER):

@@ -133,7 +133,7 @@ class DrafterCache:
     def _piece(self, request: Request, start: int, end: int, tree: TokenTree | None) -> Piece:
         slots = self._cache.reserve(request.request_id, end - start)
         ids = self.known[request.request_id].ids[start:end]
-        return Piece.of_span(ids, tree, self._cache.slots(request.request_id), slots)
+        return Piece.from_span(ids, tree, self._cache.slots(request.request_id), slots)
 
     def _num_rows(self, request: Request, num_requests: int) -> int:
         """Return how many of the last known tokens need logits."""

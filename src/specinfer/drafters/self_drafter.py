@@ -114,7 +114,7 @@ class BorrowedCache(DrafterCache):
         for request in requests:
             last = request.token_ids[-1]
             known = self._cache.slots(request.request_id)
-            piece = Piece.of_span([last], TokenTree.root(last), known, self.reserve(request, 1))
+            piece = Piece.from_span([last], TokenTree.root(last), known, self.reserve(request, 1))
             pieces.append(self._runner.prepared(request, piece))
         return self._runner.forward(pieces)
 
@@ -169,7 +169,7 @@ class SelfDrafter(SmallModelDrafter):
             if not count:
                 continue
             known, first = self.runner.cache.slots(request.request_id), end - 1 - count
-            piece = Piece.of_span(
+            piece = Piece.from_span(
                 request.token_ids[first : end - 1], None, known[:first], self._cache.reserve(request, count)
             )
             pieces.append(self.runner.prepared(request, replace(piece, num_logits=count)))

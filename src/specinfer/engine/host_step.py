@@ -80,7 +80,7 @@ def pieces_of(step: HostStep, cache: KVCache) -> list[Piece]:
         request_id = span.request.request_id
         num_new = span.end - span.start + (tree.num_guessed if tree else 0)
         slots = cache.reserve(request_id, num_new)
-        piece = Piece.of_span(span.tokens, tree, cache.slots(request_id), slots)
+        piece = Piece.from_span(span.tokens, tree, cache.slots(request_id), slots)
         if reads:
             piece = replace(piece, num_logits=num_new)
         if span.request.adapter is not None:

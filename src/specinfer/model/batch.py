@@ -74,7 +74,7 @@ class Piece:
         return len(self.prefix_slots) + len(self.earlier_slots) + len(self.tokens)
 
     @classmethod
-    def of_span(cls, chain: Sequence[int], tree: TokenTree | None, prefix_slots: Slots, slots: Slots) -> "Piece":
+    def from_span(cls, chain: Sequence[int], tree: TokenTree | None, prefix_slots: Slots, slots: Slots) -> "Piece":
         """Return a piece for a chain of known tokens with a tree on its last one; without a tree it has no logits."""
         start, num_chain = len(prefix_slots), len(chain)
         if tree is None:

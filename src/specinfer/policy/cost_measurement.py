@@ -218,7 +218,7 @@ def _context_read(target: TargetRunner) -> Iterator[None]:
         yield
         return
     try:
-        target.forward([Piece.of_span([0] * size, None, NO_SLOTS, cache.reserve(_CONTEXT_PROBE, size))])
+        target.forward([Piece.from_span([0] * size, None, NO_SLOTS, cache.reserve(_CONTEXT_PROBE, size))])
         cache.commit(_CONTEXT_PROBE, range(size))
         yield
     finally:
@@ -237,7 +237,7 @@ def _target_pass(target: TargetRunner, size: int) -> None:
         if not is_prompt:
             parents = (-1, *(node if node % depth else 0 for node in range(size - 1)))  # chains from the root
             chain, tree = [0], TokenTree((0,) * size, parents)
-        target.forward([Piece.of_span(chain, tree, prefix, cache.reserve(_PROBE, size))])[0, 0].item()
+        target.forward([Piece.from_span(chain, tree, prefix, cache.reserve(_PROBE, size))])[0, 0].item()
     finally:
         cache.free(_PROBE)
 
@@ -256,7 +256,7 @@ def _draft_costs(target: TargetRunner, drafter: Drafter, max_seconds: float) -> 
     try:
         if any(kind.reads_target for part in parts_of(drafter) if (kind := draft_kind(part)) is not None):
             known = target.cache.reserve(_PROBE, _PROMPT - 1)
-            target.forward([Piece.of_span(prompt[1:], None, NO_SLOTS, known)])
+            target.forward([Piece.from_span(prompt[1:], None, NO_SLOTS, known)])
             target.cache.commit(_PROBE, range(_PROMPT - 1))
         span = begin()
         draft(1)  # reads a prompt for the first time

@@ -67,7 +67,7 @@ def small(mapped: Callable[..., Path], model_folder: Callable[..., Path]) -> Cal
 
 
 def _logits(runner: ModelRunner, ids: list[int]) -> torch.Tensor:
-    piece = Piece.of_span(ids, TokenTree.root(ids[-1]), runner.cache.slots("0"), runner.cache.reserve("0", len(ids)))
+    piece = Piece.from_span(ids, TokenTree.root(ids[-1]), runner.cache.slots("0"), runner.cache.reserve("0", len(ids)))
     logits = runner.forward([piece])
     runner.cache.free("0")
     return logits

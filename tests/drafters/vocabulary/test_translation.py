@@ -538,7 +538,7 @@ def test_it_is_scored_on_tokens_of_its_own(kind: str, runner_of: Callable[..., M
     drafter.replay([request])
     ids = list(_read(_vocabulary(kind), request).ids)
     cache = drafter.runner.cache
-    piece = Piece.of_span(ids, None, cache.slots("all"), cache.reserve("all", len(ids)))
+    piece = Piece.from_span(ids, None, cache.slots("all"), cache.reserve("all", len(ids)))
     best = drafter.runner.forward([replace(piece, num_logits=len(ids))]).argmax(dim=-1).tolist()
     cache.free("all")
     assert drafter.take_losses("0").prompt == [float(a != b) for a, b in zip(best[:-1], ids[1:], strict=True)]

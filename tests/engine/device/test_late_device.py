@@ -133,7 +133,7 @@ def logits_of_passes(loaded: LoadedModel, stream: LateStream | None) -> list[Ten
         mine, start = slots[number // 4 % 2], 3 * (number % 4)
         ids = random.integers(3, 90, 3).tolist()
         tree = TokenTree((ids[0], ids[1], ids[2]), (-1, 0, 0))
-        piece = Piece.of_span(ids[:1], tree, mine[:start], mine[start : start + 3])
+        piece = Piece.from_span(ids[:1], tree, mine[:start], mine[start : start + 3])
         logits = runner.forward([piece])
         if stream is None:
             found.append(logits.clone())
@@ -189,7 +189,7 @@ def logits_of_large_passes(
         for i in range(3):
             slots = random.permutation(np.arange(400 * i, 400 * i + 400))
             ids = random.integers(3, 90, new).tolist()
-            piece = Piece.of_span(ids, None, slots[:prefix], slots[prefix : prefix + new])
+            piece = Piece.from_span(ids, None, slots[:prefix], slots[prefix : prefix + new])
             pieces.append(replace(piece, num_logits=len(ids)))
         logits = runner.forward(pieces)
         if stream is None:

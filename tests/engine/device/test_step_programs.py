@@ -371,7 +371,7 @@ def test_rotations_that_grow_with_the_text_do_not_look_at_its_positions(
     wanted = load_plain(folder, torch.float32)(text).logits[0]
     runner = ModelRunner(load_model(folder, torch.float32, torch.device("cpu"), native=False), 64)
     slots = runner.cache.reserve("text", 20)
-    piece = replace(Piece.of_span(text[0].tolist(), None, runner.cache.slots("text"), slots), num_logits=20)
+    piece = replace(Piece.from_span(text[0].tolist(), None, runner.cache.slots("text"), slots), num_logits=20)
     torch.testing.assert_close(runner.forward([piece]), wanted, atol=1e-4, rtol=1e-4)
     Kernels(monkeypatch)
     programs = programs_of(on_meta(folder), TreeBudget(8, 2), 4)

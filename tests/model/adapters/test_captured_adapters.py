@@ -43,7 +43,7 @@ def test_passes_with_adapters_have_fixed_sizes(
     assert padded is not None
     slots = np.arange(30).reshape(3, 10)
     pieces = [
-        replace(Piece.of_span([5 + i] * 10, None, NO_SLOTS, slots[i]), adapter=table, num_logits=1)
+        replace(Piece.from_span([5 + i] * 10, None, NO_SLOTS, slots[i]), adapter=table, num_logits=1)
         for i, table in enumerate(tables)
     ]
     exact = padded.forward(pieces).clone()

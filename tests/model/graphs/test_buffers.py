@@ -36,7 +36,7 @@ def _pieces(draw: st.DrawFn) -> list[Piece]:
         chain = [draw(st.integers(0, VOCAB - 1)) for _ in range(draw(st.integers(1, 40)))]
         tree = draw(st.none() | trees(root=chain[-1], vocab=5))
         prefix = slots(draw(st.integers(0, 30)))
-        piece = Piece.of_span(chain, tree, prefix, slots(len(chain) + (tree.num_guessed if tree else 0)))
+        piece = Piece.from_span(chain, tree, prefix, slots(len(chain) + (tree.num_guessed if tree else 0)))
         if draw(st.booleans()) and len(piece.tokens) > 1:  # the first of them were computed before
             count = draw(st.integers(1, len(piece.tokens) - 1))
             piece = Piece(

@@ -98,7 +98,7 @@ def test_what_was_captured_before_is_still_used(loaded_of: Loaded, monkeypatch: 
 
     def logits(count: int) -> torch.Tensor:
         slots = runner.cache.reserve("a", count)
-        found = runner.forward([Piece.of_span([8], TokenTree.chain(8, [9] * (count - 1)), NO_SLOTS, slots)])
+        found = runner.forward([Piece.from_span([8], TokenTree.chain(8, [9] * (count - 1)), NO_SLOTS, slots)])
         runner.cache.free("a")
         return found.clone()
 
@@ -121,7 +121,7 @@ def test_a_size_is_captured_once_its_launches_have_taken_as_long(
     found, made = [], []
     for _ in range(7):
         before = graphs.num_programs
-        found.append(runner.forward([Piece.of_span([8], TokenTree.chain(8, [9] * 6), NO_SLOTS, slots)]).clone())
+        found.append(runner.forward([Piece.from_span([8], TokenTree.chain(8, [9] * 6), NO_SLOTS, slots)]).clone())
         made.append(graphs.num_programs - before)
     runner.cache.free("a")
     assert made == [1, 1, 1, 1, 1, 0, 0], "four launches, and the capture"
@@ -149,7 +149,7 @@ def test_captures_amid_decoding_change_no_prefix(loaded_of: Loaded) -> None:
         for tokens in random_prompts([1, 2] * 8):
             name = "ab"[len(logits) // 2 % 2]
             prefix, slots = runner.cache.slots(name), runner.cache.reserve(name, len(tokens))
-            logits.append(runner.forward([Piece.of_span(tokens, TokenTree.root(tokens[-1]), prefix, slots)]).clone())
+            logits.append(runner.forward([Piece.from_span(tokens, TokenTree.root(tokens[-1]), prefix, slots)]).clone())
             runner.cache.commit(name, range(len(tokens)))
         for name in "ab":
             runner.cache.free(name)

@@ -74,7 +74,7 @@ def test_logits_stay_where_they_are(loaded_of: Loaded) -> None:
 
     def place(count: int) -> int:
         slots = runner.cache.reserve("a", count)
-        logits = runner.forward([Piece.of_span([8], TokenTree.chain(8, [9] * (count - 1)), NO_SLOTS, slots)])
+        logits = runner.forward([Piece.from_span([8], TokenTree.chain(8, [9] * (count - 1)), NO_SLOTS, slots)])
         runner.cache.free("a")
         return logits.data_ptr()
 
@@ -95,7 +95,7 @@ def test_a_pass_larger_than_all_sizes_is_run_by_itself(loaded_of: Loaded) -> Non
     found = []
     for one in (runner, plain):
         slots = one.cache.reserve("a", len(tokens) + 30)
-        piece = Piece.of_span(tokens, tree, NO_SLOTS, slots)
+        piece = Piece.from_span(tokens, tree, NO_SLOTS, slots)
         found.append(one.forward([replace(piece, num_logits=len(piece.tokens))]))
         one.cache.free("a")
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
@@ -138,7 +138,7 @@ def test_passes_larger_than_all_sizes_take_no_further_memory(
             slots = [one.cache.reserve(name, num_new) for one in (runner, plain)]
             prefix, tokens = runner.cache.slots(name), random_prompts([num_new], seed=number)[0]
             assert np.array_equal(slots[0], slots[1])
-            pieces.append(replace(Piece.of_span(tokens, None, prefix, slots[0]), num_logits=num_new))
+            pieces.append(replace(Piece.from_span(tokens, None, prefix, slots[0]), num_logits=num_new))
         made.clear()
         if number == 4:
             is_broken = True
@@ -194,7 +194,7 @@ def test_programs_wait_for_nothing(family: str, loaded_of: Loaded, monkeypatch: 
 
     monkeypatch.setattr(Graphs, "captured", watched)
     slots = runner.cache.reserve("a", len(TREE))
-    runner.forward([Piece.of_span([8], TREE, NO_SLOTS, slots)])
+    runner.forward([Piece.from_span([8], TREE, NO_SLOTS, slots)])
     runner.cache.free("a")
     assert runs
 

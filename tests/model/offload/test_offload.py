@@ -92,7 +92,7 @@ def test_logits_are_those_of_the_model_in_memory(tmp_path: Path, family: str, dt
 def _logits(runner: ModelRunner) -> torch.Tensor:
     """Of a pass of three tokens."""
     tree, slots = TokenTree.chain(5, (6, 7)), torch.arange(3).numpy()
-    return runner.forward([Piece.of_span((5,), tree, slots[:0], slots)])
+    return runner.forward([Piece.from_span((5,), tree, slots[:0], slots)])
 
 
 @pytest.mark.covering(1)

@@ -143,9 +143,9 @@ def _one_request() -> list[list[Piece]]:
     (prompt,), slots = random_prompts((4,), seed=3), np.arange(40)
     tree = TokenTree((7, 3, 5, 9), (-1, 0, 0, 1))
     return [
-        [Piece.of_span(prompt, TokenTree.root(prompt[-1]), slots[:0], slots[:4])],
-        [Piece.of_span([7], tree, slots[:4], slots[4:8])],
-        [Piece.of_span([8], TokenTree.root(8), slots[:5], slots[8:9])],
+        [Piece.from_span(prompt, TokenTree.root(prompt[-1]), slots[:0], slots[:4])],
+        [Piece.from_span([7], tree, slots[:4], slots[4:8])],
+        [Piece.from_span([8], TokenTree.root(8), slots[:5], slots[8:9])],
     ]
 
 

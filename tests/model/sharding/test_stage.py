@@ -80,7 +80,7 @@ def _passes(first: Sequence[int] = (11, 4, 7), tree: TokenTree = _TREE) -> list[
 
     def piece(i: int, start: int, chain: Sequence[int], tree: TokenTree | None) -> Piece:
         end = start + len(chain) + (tree.num_guessed if tree else 0)
-        return Piece.of_span(chain, tree, slots[i][:start] if start else none, slots[i][start:end])
+        return Piece.from_span(chain, tree, slots[i][:start] if start else none, slots[i][start:end])
 
     chosen = TokenTree.root(prompts[1][-1])
     return [

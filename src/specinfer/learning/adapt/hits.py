@@ -74,5 +74,5 @@ def _of_text(loaded: LoadedModel, ids: list[int], count: int, features: Tensor |
     """Return the [count, vocab] logits after the last tokens of a text, of a head with their features."""
     runner = ModelRunner(loaded, len(ids))
     slots = runner.cache.reserve(_NAME, len(ids))
-    piece = Piece.of_span(ids, TokenTree.root(ids[-1]), slots[:0], slots)
+    piece = Piece.from_span(ids, TokenTree.root(ids[-1]), slots[:0], slots)
     return runner.forward([replace(piece, num_logits=count, features=features)])

@@ -113,7 +113,7 @@ def _read(llm: LLM, text: Sequence[int], top: int) -> TrainingExample:
     cache = llm.target.cache
     try:
         slots = cache.reserve(_PROBE, len(text) - 1)
-        piece = Piece.of_span(list(text[:-1]), None, np.zeros(0, dtype=np.int64), slots)
+        piece = Piece.from_span(list(text[:-1]), None, np.zeros(0, dtype=np.int64), slots)
         logprobs = llm.target.forward([replace(piece, num_logits=len(text) - 1)]).log_softmax(-1)
     finally:
         cache.free(_PROBE)

@@ -111,10 +111,10 @@ def _judged(runner: GraphRunner, loaded: LoadedModel, tensors: KVTensors) -> Ver
     first, (root, guess), chain = ids[:_NUM_PREFIX], ids[_NUM_PREFIX : _NUM_PREFIX + 2], ids[_NUM_PREFIX + 2 :]
     tree = TokenTree((root, guess, root, root), _PARENTS)
     passes = [
-        [Piece.of_span(first, None, NO_SLOTS, prefix)],
+        [Piece.from_span(first, None, NO_SLOTS, prefix)],
         [
-            Piece.of_span([root], tree, prefix, tree_slots),
-            Piece.of_span(chain, TokenTree.root(chain[-1]), NO_SLOTS, chain_slots),
+            Piece.from_span([root], tree, prefix, tree_slots),
+            Piece.from_span(chain, TokenTree.root(chain[-1]), NO_SLOTS, chain_slots),
         ],
     ]
 
