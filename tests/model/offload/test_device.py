@@ -16,8 +16,8 @@ from benchmarks.disk import LinkBandwidth
 from specinfer.core.errors import WeightsError
 from specinfer.model.offload.budget import Budget
 from specinfer.model.offload.device_stream import NUM_BUFFERS, DeviceStream
-from specinfer.model.offload.direct import ALIGNMENT
-from specinfer.model.offload.streamed_layer import Chunk, Scratch
+from specinfer.model.offload.direct import ALIGNMENT, Scratch
+from specinfer.model.offload.streamed_layer import Chunk
 from tests.model.offload.late import POISON, LateLink
 
 

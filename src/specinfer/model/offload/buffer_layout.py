@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from specinfer.model.offload.direct import CHUNK, aligned_up, padded_size
+from specinfer.model.offload.direct import CHUNK, Scratch, aligned_up
 from specinfer.model.offload.shards import Source
-from specinfer.model.offload.streamed_layer import Chunk, Scratch
+from specinfer.model.offload.streamed_layer import Chunk
 from specinfer.ops import WIDTH, LinearCall
 
 _APART = 64  # entries begin at a cache line
@@ -146,11 +146,8 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 def _rows(source: Source, first: int, last: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     """Return [last - first, ...] rows of a tensor in type `dtype`; valid until the thread's next read."""
     row_bytes = source.num_bytes // source.shape[0]
-    size = (last - first) * row_bytes
-    staging = scratch.get("staging", padded_size(size))
-    skipped = source.file.read(source.offset + first * row_bytes, size, staging)
-    found = staging[skipped : skipped + size]
-    if skipped % source.dtype.itemsize:
+    found = source.file.read_bytes(source.offset + first * row_bytes, (last - first) * row_bytes, scratch)
+    if found.storage_offset() % source.dtype.itemsize:
         found = found.clone()
     found = found.view(source.dtype)
     if source.columns is not None:

@@ -22,8 +22,8 @@ from specinfer.core.errors import ModelError, WeightsError
 from specinfer.core.systems import lock_file
 from specinfer.model.offload.buffer_layout import BufferLayout, LayoutEntry
 from specinfer.model.offload.checkpoint import Checkpoint
-from specinfer.model.offload.direct import CHUNK, DirectFile, evict, pages
-from specinfer.model.offload.streamed_layer import Chunk, Scratch
+from specinfer.model.offload.direct import CHUNK, DirectFile, Scratch, evict, pages
+from specinfer.model.offload.streamed_layer import Chunk
 
 logger = logging.getLogger(__name__)
 _VERSION = 1  # of the format of both files

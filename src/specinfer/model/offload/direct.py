@@ -27,6 +27,19 @@ def pages(num_bytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(aligned_up(num_bytes), ALIGNMENT)), dtype=torch.uint8)
 
 
+class Scratch:
+    """A thread's own memory, reused from read to read."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def get(self, num_bytes: int) -> Tensor:
+        """Return page-aligned uint8 memory of at least `num_bytes`, which may have old contents."""
+        if len(self._memory) < num_bytes:
+            self._memory = pages(num_bytes)
+        return self._memory
+
+
 class DirectFile:
     """A file of weights that must not change after it was opened.
 
@@ -105,6 +118,12 @@ class DirectFile:
         if self._is_evicted:
             evict(self._descriptor, start, whole)
         return skipped
+
+    def read_bytes(self, offset: int, num_bytes: int, scratch: Scratch) -> Tensor:
+        """Return [num_bytes] uint8, valid until the next read into the same scratch memory; raises as `read`."""
+        staging = scratch.get(padded_size(num_bytes))
+        skipped = self.read(offset, num_bytes, staging)
+        return staging[skipped : skipped + num_bytes]
 
     def _read_at(self, offset: int, into: memoryview) -> int:
         if hasattr(os, "preadv"):

@@ -6,8 +6,9 @@ from functools import partial
 from torch import Tensor
 
 from specinfer.core.progress import ProgressCallback
+from specinfer.model.offload.direct import Scratch
 from specinfer.model.offload.stream import Stream
-from specinfer.model.offload.streamed_layer import Chunk, Scratch, StreamedLayer
+from specinfer.model.offload.streamed_layer import Chunk, StreamedLayer
 from specinfer.model.offload.transfer import DeviceTransfer, Event
 
 

@@ -20,7 +20,7 @@ from specinfer.model.gguf.config import gguf_sources
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.gguf.weights import GgufSource, JoinedSource
 from specinfer.model.kv_tensors import LayerShape
-from specinfer.model.offload.direct import CHUNK, DirectFile, padded_size, pages
+from specinfer.model.offload.direct import CHUNK, DirectFile, Scratch, pages
 from specinfer.model.offload.meta_weights import Cut
 from specinfer.model.quantized.sources import DecodedSource, is_quantized, with_decoded
 from specinfer.model.stacked_source import StackedSource
@@ -74,11 +74,10 @@ class Source:
         if self.file.alignment == 1:
             self.file.read(self.offset, self.num_bytes, result)
             return result.view(self.dtype).view(self.shape)
-        staging = pages(padded_size(min(CHUNK, self.num_bytes)))
+        scratch = Scratch()
         for start in range(0, self.num_bytes, CHUNK):
             size = min(CHUNK, self.num_bytes - start)
-            skipped = self.file.read(self.offset + start, size, staging)
-            result[start : start + size] = staging[skipped : skipped + size]
+            result[start : start + size] = self.file.read_bytes(self.offset + start, size, scratch)
         return result.view(self.dtype).view(self.shape)
 
     def rows(self, rows: range) -> "Source":
@@ -241,14 +240,11 @@ def _sources(file: DirectFile) -> dict[str, Source]:
 
 
 def _header(file: DirectFile) -> tuple[dict[str, Any], int]:
-    staging = pages(padded_size(8))
-    skipped = file.read(0, 8, staging)
-    size = int.from_bytes(staging[skipped : skipped + 8].numpy().tobytes(), "little")
+    scratch = Scratch()
+    size = int.from_bytes(file.read_bytes(0, 8, scratch).numpy().tobytes(), "little")
     if not 0 < size <= min(_MAX_HEADER, file.size - 8):
         raise ValueError("its header has no length that can be")
-    staging = pages(padded_size(size))
-    skipped = file.read(8, size, staging)
-    return json.loads(staging[skipped : skipped + size].numpy().tobytes()), 8 + size
+    return json.loads(file.read_bytes(8, size, scratch).numpy().tobytes()), 8 + size
 
 
 def _source(file: DirectFile, entry: dict[str, Any], start: int) -> Source:

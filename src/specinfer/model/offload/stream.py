@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from specinfer.core.errors import WeightsError
-from specinfer.model.offload.direct import pages
-from specinfer.model.offload.streamed_layer import Chunk, Scratch, StreamedLayer, spread
+from specinfer.model.offload.direct import Scratch, pages
+from specinfer.model.offload.streamed_layer import Chunk, StreamedLayer, spread
 from specinfer.ops import compute_alone
 
 NUM_BUFFERS = 2  # in the ring: one is used for computing while the other is filled

@@ -5,22 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specinfer.model.offload.direct import pages
-
-
-class Scratch:
-    """A reader thread's own memory, reused from chunk to chunk."""
-
-    def __init__(self) -> None:
-        self._memory: dict[str, Tensor] = {}
-
-    def get(self, name: str, num_bytes: int) -> Tensor:
-        """Return page-aligned uint8 memory of at least `num_bytes`, which may have old contents."""
-        scratch = self._memory.get(name)
-        if scratch is None or len(scratch) < num_bytes:
-            scratch = self._memory[name] = pages(num_bytes)
-        return scratch
-
+from specinfer.model.offload.direct import Scratch
 
 # Reads a part of a layer and puts it in its place; returns the number of bytes read.
 Chunk = Callable[[Scratch], int]
