@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,40 +17,20 @@ import torch
 
 from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError, WeightsError
-from specinfer.core.sampling import SamplingParams
 from specinfer.model.load import load_model
 from specinfer.model.offload.copy import Copy, open_copy
 from specinfer.model.offload.direct import DirectFile
 from specinfer.model.runner import ModelRunner
-from tiny import FAMILIES, load_runner, make_engine, make_request, quick, random_prompts, run, save_model
+from tests.model.offload.streamed_models import generated, load_streamed, save_deep, stream_of
+from tiny import FAMILIES, load_runner, quick, save_model
 
 # What these make of the files' tensors is not done anew for each pass.
 NEED_COPY = {"gpt2", "mixtral", "qwen3_moe"}
-_DEPTHS = {"gpt2": "n_layer", "gpt_bigcode": "n_layer", "mpt": "n_layers"}
-
-
-def save(folder: Path, family: str = "llama") -> Path:
-    depth = {} if family == "gemma3_text" else {_DEPTHS.get(family, "num_hidden_layers"): 4}  # its layers are listed
-    return save_model(folder, family, **depth)
+save = partial(save_deep, num_layers=4)
 
 
 def load(folder: Path, copy: Path | None, quantization: str | None = None, num_resident: int = 0) -> ModelRunner:
-    offload = OffloadConfig("disk", None, copy)
-    loaded = load_model(folder, torch.float32, torch.device("cpu"), quantization, offload=offload)
-    assert loaded.stream is not None
-    loaded.stream.settle(num_resident * loaded.stream.buffer_bytes)
-    return ModelRunner(loaded, 2048)
-
-
-def generated(runner: ModelRunner, temperature: float = 0.0) -> list[list[int]]:
-    params = SamplingParams(temperature=temperature, max_tokens=8)
-    requests = [make_request(str(i), p, params, seed=i) for i, p in enumerate(random_prompts([5, 30, 3]))]
-    return run(make_engine(runner, max_num_batched_tokens=20), requests)
-
-
-def close(runner: ModelRunner) -> None:
-    assert runner.loaded.stream is not None
-    runner.loaded.stream.close()
+    return load_streamed(folder, num_resident, quantization=quantization, offload_folder=copy)
 
 
 def _copied() -> Iterator[Any]:
@@ -71,7 +52,7 @@ def test_every_family_generates_the_same_tokens_from_a_copy(
     for num_resident, temperature in ((0, 1.0), (1, 0.0)):
         runner = load(folder, tmp_path / "copy", quantization, num_resident)
         assert generated(runner, temperature) == wanted[temperature]
-        close(runner)
+        stream_of(runner).close()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
@@ -91,7 +72,7 @@ def test_every_family_generates_the_same_tokens_from_its_own_files(tmp_path: Pat
         return
     runner = load(folder, None)
     assert generated(runner) == generated(load_runner(folder))
-    close(runner)
+    stream_of(runner).close()
 
 
 def test_without_native_kernels_layers_are_streamed_as_pytorch_has_them(tmp_path: Path) -> None:
@@ -111,14 +92,14 @@ def test_quantized_weights_need_a_folder(tmp_path: Path) -> None:
 
 def test_a_copy_is_read_instead_of_the_files_and_used_again(tmp_path: Path) -> None:
     folder, copies = save(tmp_path / "target"), tmp_path / "copies" / "here"
-    close(load(folder, copies, "int8"))
+    stream_of(load(folder, copies, "int8")).close()
     (copy,) = copies.glob("*.layers")
     written = copy.stat().st_mtime_ns
     runner = load(folder, copies, "int8")
     assert copy.stat().st_mtime_ns == written
     shutil.rmtree(folder)  # all that is needed is in the copy
     assert generated(runner)
-    close(runner)
+    stream_of(runner).close()
 
 
 def _other_weights(folder: Path, _copy: Path) -> None:
@@ -136,19 +117,19 @@ def _no_description(_folder: Path, copy: Path) -> None:
 @pytest.mark.parametrize("change", [_other_weights, _cut_copy, _no_description])
 def test_a_copy_of_other_weights_is_written_anew(tmp_path: Path, change: Callable[[Path, Path], None]) -> None:
     folder, copies = save(tmp_path / "target"), tmp_path / "copies"
-    close(load(folder, copies))
+    stream_of(load(folder, copies)).close()
     (copy,) = copies.glob("*.layers")
     change(folder, copy)
     runner = load(folder, copies)
     assert generated(runner) == generated(load_runner(folder))
     assert len(list(copies.iterdir())) == 2
-    close(runner)
+    stream_of(runner).close()
 
 
 def test_copies_of_several_forms_share_a_folder(tmp_path: Path) -> None:
     folder, copies = save(tmp_path / "target"), tmp_path / "copies"
     for quantization in (None, "int8", "int4", "fp8"):
-        close(load(folder, copies, quantization))
+        stream_of(load(folder, copies, quantization)).close()
     assert len(list(copies.glob("*.layers"))) == 4
 
 
@@ -192,14 +173,14 @@ def test_a_disk_too_full_for_the_description_leaves_nothing_behind(
 
 def test_what_a_killed_process_left_of_a_copy_is_written_over(tmp_path: Path) -> None:
     folder, copies = save(tmp_path / "target"), tmp_path / "copies"
-    close(load(folder, copies))
+    stream_of(load(folder, copies)).close()
     (copy,) = copies.glob("*.layers")
     copy.with_suffix(".part").write_bytes(b"x" * 10**6)
     copy.unlink()
     runner = load(folder, copies)
     assert generated(runner) == generated(load_runner(folder))
     assert {path.suffix for path in copies.iterdir()} == {".layers", ".json"}
-    close(runner)
+    stream_of(runner).close()
 
 
 def _is_link(name: str) -> bool:

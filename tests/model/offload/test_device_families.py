@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from specinfer.core.config import OffloadConfig
-from specinfer.core.sampling import SamplingParams
 from specinfer.model import streamed
 from specinfer.model.load import load_model
 from specinfer.model.load_config import LoadConfig
@@ -18,17 +17,10 @@ from specinfer.model.offload.device_stream import DeviceStream
 from specinfer.model.offload.streamed_layer import StreamedLayer
 from specinfer.model.runner import ModelRunner
 from tests.model.offload.late import LateLink
-from tiny import FAMILIES, make_engine, make_request, quick, random_prompts, run, save_model
+from tests.model.offload.streamed_models import generated, save_deep, settled, stream_of
+from tiny import FAMILIES, quick
 
-_DEPTHS = {"gpt2": "n_layer", "gpt_bigcode": "n_layer", "mpt": "n_layers"}
 _CPU = torch.device("cpu")
-
-
-def save(folder: Path, family: str = "llama") -> Path:
-    if family == "gemma3_text":  # its layers are listed
-        types = ["sliding_attention", "full_attention"] * 3
-        return save_model(folder, family, num_hidden_layers=6, layer_types=types)
-    return save_model(folder, family, **{_DEPTHS.get(family, "num_hidden_layers"): 6})
 
 
 class Device:
@@ -53,13 +45,12 @@ class Device:
         offload = OffloadConfig("disk", **options)
         loaded = load_model(folder, torch.float32, _CPU, quantization, native=False, offload=offload)
         assert isinstance(loaded.stream, DeviceStream)
-        loaded.stream.settle(num_resident * loaded.stream.buffer_bytes)
+        runner = settled(loaded, num_resident)
         assert loaded.stream.num_resident == num_resident
-        return ModelRunner(loaded, 2048)
+        return runner
 
     def close(self, runner: ModelRunner) -> None:
-        assert runner.loaded.stream is not None
-        runner.loaded.stream.close()
+        stream_of(runner).close()
         assert not self.link.pinned
 
 
@@ -70,12 +61,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 def in_memory(folder: Path, quantization: str | None = None) -> ModelRunner:
     return ModelRunner(load_model(folder, torch.float32, _CPU, quantization, native=False), 2048)
-
-
-def generated(runner: ModelRunner, temperature: float = 0.0) -> list[list[int]]:
-    params = SamplingParams(temperature=temperature, max_tokens=6)
-    requests = [make_request(str(i), p, params, seed=i) for i, p in enumerate(random_prompts([5, 30, 3]))]
-    return run(make_engine(runner, max_num_batched_tokens=20), requests)
 
 
 # How quantized weights and copies are brought in depends on the shapes of layers only.
@@ -91,7 +76,7 @@ _SOME = ("gemma3_text", "gpt2", "llama", "mixtral")
     ],
 )
 def test_from_host_memory(tmp_path: Path, device: Device, family: str, quantization: str | None) -> None:
-    folder = save(tmp_path, family)
+    folder = save_deep(tmp_path, family)
     expected = generated(in_memory(folder, quantization))
     runner = device.load(folder, "cpu", quantization, num_resident=2)
     assert generated(runner) == expected
@@ -105,7 +90,7 @@ def test_weights_in_floating_point_from_host_memory(tmp_path: Path, device: Devi
 
 @pytest.mark.parametrize("family", quick(_SOME, "llama", "mixtral"))  # test_copy has the copies of all families
 def test_from_the_disk(tmp_path: Path, device: Device, family: str) -> None:
-    folder = save(tmp_path / "target", family)
+    folder = save_deep(tmp_path / "target", family)
     runner = device.load(folder, "disk", offload_folder=tmp_path / "copy")
     assert generated(runner, 1.0) == generated(in_memory(folder), 1.0)
     device.close(runner)
@@ -113,29 +98,26 @@ def test_from_the_disk(tmp_path: Path, device: Device, family: str) -> None:
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_from_its_own_files(tmp_path: Path, device: Device, where: str) -> None:
-    folder = save(tmp_path)
+    folder = save_deep(tmp_path)
     runner = device.load(folder, where, num_resident=2)
     for _ in range(2):
         assert generated(runner) == generated(in_memory(folder))
-    stream = runner.loaded.stream
-    assert stream is not None
-    assert stream.seconds_reading > 0
+    assert stream_of(runner).seconds_reading > 0
     device.close(runner)
 
 
 def test_quantized_layers_are_brought_in_as_they_are(tmp_path: Path, device: Device) -> None:
-    folder = save(tmp_path)
+    folder = save_deep(tmp_path)
     sizes = []
     for quantization in (None, "int8", "int4"):
         runner = device.load(folder, "cpu", quantization)
-        assert runner.loaded.stream is not None
-        sizes.append(runner.loaded.stream.bytes_per_pass)
+        sizes.append(stream_of(runner).bytes_per_pass)
         device.close(runner)
     assert sizes[0] > sizes[1] > sizes[2]
 
 
 def test_a_model_that_is_let_go_gives_host_memory_back(tmp_path: Path, device: Device) -> None:
-    runner = device.load(save(tmp_path), "cpu")
+    runner = device.load(save_deep(tmp_path), "cpu")
     generated(runner)
     assert device.link.pinned
     del runner

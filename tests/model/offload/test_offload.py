@@ -25,6 +25,7 @@ from specinfer.model.load import load_model
 from specinfer.model.offload import stream as stream_module
 from specinfer.model.offload.direct import DirectFile, padded_size, pages
 from specinfer.model.runner import ModelRunner
+from tests.model.offload.streamed_models import GREEDY, load_streamed, serve, stream_of
 from tiny import (
     HYBRIDS,
     load_runner,
@@ -37,8 +38,6 @@ from tiny import (
 )
 
 NUM_LAYERS = 5
-DISK = OffloadConfig("disk")
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, seed=3)
 
 
@@ -47,24 +46,11 @@ def folder(tmp_path: Path) -> Path:
     return save_model(tmp_path / "target", num_hidden_layers=NUM_LAYERS)
 
 
-def streamed(folder: Path, num_resident: int = 0, dtype: torch.dtype = torch.float32) -> ModelRunner:
-    loaded = load_model(folder, dtype, torch.device("cpu"), offload=DISK)
-    assert loaded.stream is not None
-    loaded.stream.settle(num_resident * loaded.stream.buffer_bytes)
-    return ModelRunner(loaded, 2048)
-
-
 @pytest.fixture
 def runner(folder: Path) -> Iterator[ModelRunner]:
-    runner = streamed(folder)
+    runner = load_streamed(folder)
     yield runner
-    assert runner.loaded.stream is not None
-    runner.loaded.stream.close()
-
-
-def serve(runner: ModelRunner, params: SamplingParams = GREEDY, **settings: Any) -> list[list[int]]:
-    requests = [make_request(str(i), p, params, seed=i) for i, p in enumerate(random_prompts([5, 30, 3]))]
-    return run(make_engine(runner, **settings), requests)
+    stream_of(runner).close()
 
 
 @pytest.mark.covering(1)
@@ -81,12 +67,11 @@ def test_logits_are_those_of_the_model_in_memory(tmp_path: Path, family: str, dt
     save_model(tmp_path, family, num_hidden_layers=NUM_LAYERS, intermediate_size=80)
     whole = ModelRunner(load_model(tmp_path, dtype, torch.device("cpu")), 64)
     for num_resident in (0, 2, NUM_LAYERS):
-        runner = streamed(tmp_path, num_resident, dtype)
+        runner = load_streamed(tmp_path, num_resident, dtype)
         for _ in range(3):
             assert torch.equal(_logits(whole), _logits(runner))
-        assert runner.loaded.stream is not None
-        assert runner.loaded.stream.num_resident == num_resident
-        runner.loaded.stream.close()
+        assert stream_of(runner).num_resident == num_resident
+        stream_of(runner).close()
 
 
 def _logits(runner: ModelRunner) -> torch.Tensor:
@@ -100,11 +85,10 @@ def _logits(runner: ModelRunner) -> torch.Tensor:
 @pytest.mark.parametrize("num_resident", [0, 3])
 def test_requests_generate_the_same_tokens(folder: Path, params: SamplingParams, num_resident: int) -> None:
     expected = serve(load_runner(folder), params)
-    runner = streamed(folder, num_resident)
+    runner = load_streamed(folder, num_resident)
     assert serve(runner, params) == expected
     assert serve(runner, params, max_num_batched_tokens=7) == expected
-    assert runner.loaded.stream is not None
-    runner.loaded.stream.close()
+    stream_of(runner).close()
 
 
 @pytest.mark.parametrize("tree", ["off", "1,2,1", "best-first:8"])
@@ -134,9 +118,8 @@ def test_layers_without_attention_are_streamed(family: str, tmp_path: Path) -> N
 
 
 def test_a_pass_reads_what_does_not_stay(folder: Path) -> None:
-    runner = streamed(folder, 2)
-    stream = runner.loaded.stream
-    assert stream is not None
+    runner = load_streamed(folder, 2)
+    stream = stream_of(runner)
     each = sum(w.nbytes for n, w in _weights(folder).items() if ".0." in n and w.ndim > 1)
     assert stream.bytes_per_pass == 3 * each
     _logits(runner)
@@ -192,8 +175,7 @@ def test_a_read_that_fails_ends_the_requests_of_its_step_only(
 
 def test_a_pass_that_waits_is_seen_to_wait(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only once it is over: a disk that hangs shows."""
-    goes_on, real, stream = threading.Event(), os.preadv, runner.loaded.stream
-    assert stream is not None
+    goes_on, real, stream = threading.Event(), os.preadv, stream_of(runner)
 
     def hang(*arguments: Any) -> int:
         assert goes_on.wait(30)
@@ -270,11 +252,10 @@ def test_a_pass_that_is_interrupted_between_layers_leaves_a_stream_that_works(
 def test_a_stream_that_is_shut_down_in_the_middle_of_a_pass_raises(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer, stream = runner.loaded.model.layers[2], runner.loaded.stream  # type: ignore[union-attr, index]
+    layer, stream = runner.loaded.model.layers[2], stream_of(runner)  # type: ignore[union-attr, index]
     mixer = layer.mixers  # type: ignore[union-attr]
 
     def close(*arguments: Any) -> Any:
-        assert stream is not None
         stream.close()
         return mixer(*arguments)
 
@@ -285,7 +266,7 @@ def test_a_stream_that_is_shut_down_in_the_middle_of_a_pass_raises(
 
 @pytest.mark.parametrize("num_resident", [0, 2])
 def test_an_interrupt_anywhere_in_the_stream_loses_no_buffer(folder: Path, num_resident: int) -> None:
-    runner = streamed(folder, num_resident)
+    runner = load_streamed(folder, num_resident)
     expected, place = _logits(runner), stream_module.__file__
     num_lines = _interrupted(runner, place, 10**9)
     for after in range(0, num_lines, 3):
@@ -294,8 +275,7 @@ def test_an_interrupt_anywhere_in_the_stream_loses_no_buffer(folder: Path, num_r
         assert _interrupted(runner, place, after) <= after + 1
     assert torch.equal(_logits(runner), expected)
     assert torch.equal(_logits(runner), expected)
-    assert runner.loaded.stream is not None
-    runner.loaded.stream.close()
+    stream_of(runner).close()
 
 
 def _interrupted(runner: ModelRunner, place: str, after: int) -> int:
@@ -421,19 +401,18 @@ def test_damaged_weights_are_refused_while_loading(folder: Path) -> None:
     weights[name][2, 3] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=f"{name} .* NaN"):
-        load_model(folder, torch.float32, torch.device("cpu"), offload=DISK)
+        load_streamed(folder)
     del weights[name]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match="missing"):
-        load_model(folder, torch.float32, torch.device("cpu"), offload=DISK)
+        load_streamed(folder)
     assert _resources(folder) == (0, 0)
 
 
 def test_layers_that_stay_are_spread_over_the_depth(tmp_path: Path) -> None:
     save_model(tmp_path, num_hidden_layers=12)
-    runner = streamed(tmp_path, 4)
-    stream = runner.loaded.stream
-    assert stream is not None
+    runner = load_streamed(tmp_path, 4)
+    stream = stream_of(runner)
     assert sorted(stream._own) == [0, 3, 6, 9]
     stream.settle(10 * stream.buffer_bytes)  # the ring's two would be enough for the last two
     assert stream.num_resident == 12
@@ -443,8 +422,7 @@ def test_layers_that_stay_are_spread_over_the_depth(tmp_path: Path) -> None:
 
 def test_what_stays_may_be_settled_again(folder: Path, runner: ModelRunner) -> None:
     expected = _logits(runner)
-    stream = runner.loaded.stream
-    assert stream is not None
+    stream = stream_of(runner)
     for num_resident in (NUM_LAYERS, 0, 2, NUM_LAYERS, 1):
         stream.settle(num_resident * stream.buffer_bytes)
         assert stream.num_resident == num_resident
@@ -454,8 +432,7 @@ def test_what_stays_may_be_settled_again(folder: Path, runner: ModelRunner) -> N
 
 def test_settling_makes_no_second_ring(runner: ModelRunner) -> None:
     """Layers point into the first one until they are read again."""
-    stream = runner.loaded.stream
-    assert stream is not None
+    stream = stream_of(runner)
     _logits(runner)
     made: list[int] = []
     make, stream._make_buffer = stream._make_buffer, lambda size: made.append(size) or make(size)  # type: ignore[func-returns-value]
