@@ -1,10 +1,17 @@
-"""The output of a target with the drafters that were made for it."""
+"""Prompts in files, and the output of a target with the drafters that were made for it."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
+
+
+def save_prompts(path: Path, prompts: Sequence[Sequence[int]]) -> Path:
+    """Write prompts of token ids as lines of JSON."""
+    path.write_text("".join(json.dumps({"prompt_token_ids": list(prompt)}) + "\n" for prompt in prompts))
+    return path
 
 
 def check_same_output(

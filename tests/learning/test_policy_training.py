@@ -27,6 +27,7 @@ from specinfer.llm import LLM
 from specinfer.policy.features import feature_names
 from specinfer.policy.network import Configuration, PolicyNetwork, make_configurations
 from specinfer.policy.step_log import StepEntry, StepLog, read_log, write_log
+from tests.learning.outputs import save_prompts
 from tests.policy.simulated_machines import slow_target_costs
 from tiny import random_prompts, save_model, save_tokenizer
 
@@ -223,9 +224,8 @@ def test_prompts_become_tasks_that_fit() -> None:
 def test_a_speculation_policy_is_trained_from_prompts_and_from_logs(tmp_path: Path) -> None:
     target, small = save_model(tmp_path / "target"), save_model(tmp_path / "small", noise=0.2)
     save_tokenizer(target)
-    data = tmp_path / "data.jsonl"
     prompts = random_prompts([12] * 40)
-    data.write_text("".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in prompts))
+    data = save_prompts(tmp_path / "data.jsonl", prompts)
     options: dict[str, Any] = {
         "target": str(target), "drafters": (str(small), "suffix"), "device": "cpu", "num_prompts": 24,
         "num_held_out": 4, "max_tokens": 72, "num_steps": 60, "architectures": ("linear", "1x16"),

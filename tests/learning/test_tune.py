@@ -28,7 +28,7 @@ from specinfer.learning.batches import collate
 from specinfer.learning.tune.collection import load
 from specinfer.learning.tune.initial_weights import InitialWeights, build, parse_initial_weights
 from specinfer.llm import LLM
-from tests.learning.outputs import check_same_output
+from tests.learning.outputs import check_same_output, save_prompts
 from tiny import random_prompts, save_model, save_tokenizer
 
 SMALL = (
@@ -45,9 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in random_prompts([6] * 150)))
-    return str(path)
+    return str(save_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl", random_prompts([6] * 150)))
 
 
 @pytest.fixture(autouse=True)
@@ -104,13 +102,8 @@ def test_each_drafter_is_an_ordinary_folder_that_drafts_for_the_target(target: s
     for folder in folders:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         assert all(bool(weight.isfinite().all()) for weight in model.parameters())
-    prompts = [{"prompt_token_ids": ids} for ids in random_prompts([5, 9], seed=8)]
     params = SamplingParams(temperature=1.0, max_tokens=12, seed=2)
-    output_ids = [
-        [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-        for llm in (LLM(target, tree="off"), LLM(target, drafters=folders, tree="1,1,1"))
-    ]
-    assert output_ids[0] == output_ids[1]
+    check_same_output(target, folders, "1,1,1", random_prompts([5, 9], seed=8), params)
 
 
 def test_drafters_learned_and_the_second_otherwise_than_alone(target: str, done: tuple[Path, Any]) -> None:
@@ -349,62 +342,48 @@ def test_killed_at_random_moments(target: str, data: str, done: tuple[Path, Any]
 # --------------------------------------------------------------------------------------- bad input
 
 
-BAD: dict[str, tuple[tuple[str, ...], str]] = {
-    "no drafter": (("--data", "DATA", "--out", "OUT"), "drafter: 0 given; name one"),
-    "no data": (("--drafter", "new:1", "--out", "OUT"), "data: none given"),
-    "no out": (("--drafter", "new:1", "--data", "DATA"), "out: name a folder with --out"),
-    "17 drafters": (("--drafter", "new:1") * 17 + ("--data", "DATA", "--out", "OUT"), "drafter: 17 given"),
-    "ngram": (("--drafter", "ngram", "--data", "DATA", "--out", "OUT"), "'ngram' looks tokens up and learns nothing"),
-    "layers:0": (("--drafter", "layers:0", "--data", "DATA", "--out", "OUT"), "the number of layers, 0, is not from 1"),
-    "layers:9": (("--drafter", "layers:9", "--data", "DATA", "--out", "OUT"), "the target has 3 layers"),
-    "beside": (("--drafter", "new:1", "--beside", "new:1", "--data", "DATA", "--out", "OUT"), "has no weights yet"),
-    "demo": (("--drafter", "demo", "--data", "DATA", "--out", "OUT"), "drafter: demo has other tokens"),
-    "demo and more": (("--drafter", "new:1", "--data", "demo", "--data", "DATA", "--out", "OUT"), "give it alone"),
-    "no text": (("--drafter", "new:1", "--data", "EMPTY", "--out", "OUT"), "give 0 prompts"),
-    "no file": (("--drafter", "new:1", "--data", "NONE", "--out", "OUT"), "no file"),
-    "held out": (("--drafter", "new:1", "--data", "DATA", "--held-out", "NONE", "--out", "OUT"), "no file"),
-}  # fmt: skip
-OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
-    "boosting": (("--boosting", "all"), "boosting must be one of tokens, prompts, none, not 'all'"),
-    "epochs nan": (("--epochs", "nan"), "epochs must be a finite number"),
-    "epochs 0": (("--epochs", "0"), "epochs must be above 0"),
-    "learning rate": (("--learning-rate", "2"), "--learning-rate must be above 0 and at most 1"),
-    "temperature": (("--temperature", "3"), "temperature must be from 0 to 2"),
-    "seed": (("--seed", "-1"), "seed must be from 0"),
-    "context": (("--max-tokens", "256"), "--max-tokens: 256 leave no space for a prompt in the context of 256 tokens"),
-    "device": (("--device", "abacus"), "device"),
-    "plot": (("--plot", "a.unknown"), "plot"),
-    "json": (("--json", "/none/a.json"), "json: /none/a.json cannot be written"),
+# The words of a run, in which capitals are files and folders, and what is wrong with it.
+_RUN = "--drafter new:1 --data DATA --out OUT"
+BAD = {
+    "--data DATA --out OUT": "drafter: 0 given; name one",
+    "--drafter new:1 --out OUT": "data: none given",
+    "--drafter new:1 --data DATA": "out: name a folder with --out",
+    f"{'--drafter new:1 ' * 16}{_RUN}": "drafter: 17 given",
+    "--drafter ngram --data DATA --out OUT": "'ngram' looks tokens up and learns nothing",
+    "--drafter layers:0 --data DATA --out OUT": "the number of layers, 0, is not from 1",
+    "--drafter layers:9 --data DATA --out OUT": "the target has 3 layers",
+    "--drafter demo --data DATA --out OUT": "drafter: demo has other tokens",
+    f"--beside new:1 {_RUN}": "has no weights yet",
+    f"--data demo {_RUN}": "give it alone",
+    "--drafter new:1 --data EMPTY --out OUT": "give 0 prompts",
+    "--drafter new:1 --data NONE --out OUT": "no file",
+    f"--held-out NONE {_RUN}": "no file",
+    f"--boosting all {_RUN}": "boosting must be one of tokens, prompts, none, not 'all'",
+    f"--epochs nan {_RUN}": "epochs must be a finite number",
+    f"--epochs 0 {_RUN}": "epochs must be above 0",
+    f"--learning-rate 2 {_RUN}": "--learning-rate must be above 0 and at most 1",
+    f"--temperature 3 {_RUN}": "temperature must be from 0 to 2",
+    f"--seed -1 {_RUN}": "seed must be from 0",
+    f"--max-tokens 256 {_RUN}": "--max-tokens: 256 leave no space for a prompt in the context of 256 tokens",
+    f"--device abacus {_RUN}": "device",
+    f"--plot a.unknown {_RUN}": "plot",
+    f"--json /none/a.json {_RUN}": "json: /none/a.json cannot be written",
 }
 
 
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_names_are_one_line_before_any_work(target: str, data: str, tmp_path: Path, kind: str) -> None:
-    words, message = BAD[kind]
-    (tmp_path / "a.txt").touch()
-    names = {
-        "DATA": data,
-        "OUT": str(tmp_path / "run"),
-        "NONE": str(tmp_path / "none"),
-        "EMPTY": str(tmp_path / "a.txt"),
-    }
-    assert message in refusal(target, *(names.get(word, word) for word in words), *SMALL)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_bad_options_are_one_line_before_any_work(target: str, data: str, tmp_path: Path, kind: str) -> None:
-    words, message = OPTIONS[kind]
+@pytest.mark.parametrize("words", BAD)
+def test_what_cannot_be_used_is_one_line_before_any_work(target: str, data: str, tmp_path: Path, words: str) -> None:
+    (tmp_path / "empty.txt").touch()
     out = tmp_path / "run"
-    assert message in refusal(target, "--drafter", "new:1", "--data", data, "--out", str(out), *SMALL, *words)
+    names = {"DATA": data, "OUT": str(out), "NONE": str(tmp_path / "none"), "EMPTY": str(tmp_path / "empty.txt")}
+    assert BAD[words] in refusal(target, *SMALL, *(names.get(word, word) for word in words.split()))
     assert not out.exists()
 
 
 def test_prompts_longer_than_a_drafters_context_are_cut_and_counted(
     target: str, tmp_path: Path, model_folder: Callable[..., Path]
 ) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in random_prompts([40] * 9)))
+    path = save_prompts(tmp_path / "a.jsonl", random_prompts([40] * 9))
     start = model_folder("gpt2", tokenizer=True, n_positions=32)
     words = ("--drafter", str(start), "--data", str(path), "--out", str(tmp_path / "run"), *SMALL)
     result = run(target, *words)
