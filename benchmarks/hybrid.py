@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.options import MODEL, SAMPLING, SPECULATION, LabSettings
 from specinfer import ops
-from specinfer.bench.ceilings import Bandwidth, now
+from specinfer.bench.ceilings import Bandwidth, time_second
 from specinfer.bench.options import SharedSettings
 from specinfer.cli.measure import Measurement
 from specinfer.core.options import check_settings, setting, setting_of
@@ -113,10 +113,7 @@ def run_hybrid(config: HybridConfig, progress: StageBar) -> Report[None]:
         for _ in range(config.repeats):
             bandwidth.measure()
             for name, run in passes.items():
-                run()
-                started = now(cpu)
-                run()
-                seconds[name].append(now(cpu) - started)
+                seconds[name].append(time_second(cpu, run))
                 progress.advance()
         report = _report(loaded, seconds, max(max(rates) for rates in bandwidth.rates.values()), config)
     return report

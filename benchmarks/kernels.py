@@ -19,7 +19,7 @@ from benchmarks.growth.models import growing
 from benchmarks.options import MODEL, SAMPLING, SPECULATION, LabSettings
 from benchmarks.process import busy_neighbours
 from specinfer import ops
-from specinfer.bench.ceilings import Bandwidth, now
+from specinfer.bench.ceilings import Bandwidth, time_second
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import SharedSettings, check_distinct, check_dtype, rotated
 from specinfer.cli.measure import MEASURED, Measurement
@@ -298,12 +298,7 @@ class _Subject:
         self.passes[timed] = run
 
     def time(self, timed: Pass) -> float:
-        """Run a pass twice, and return the seconds of the second run."""
-        run = self.passes[timed]
-        run()
-        started = now(self._device)
-        run()
-        return now(self._device) - started
+        return time_second(self._device, self.passes[timed])
 
 
 def _with_cache(loaded: LoadedModel, num_slots: int) -> ModelRunner:

@@ -13,7 +13,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from specinfer.bench.serve_process import last_line
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 _GOODBYE = 5.0  # seconds that the process has to exit after its input is closed
@@ -111,13 +113,6 @@ class Worker:
         status = self._process.wait()
         last = last_line(self._errors)
         return f"its process ended with status {status}" + (f": {last}" if last else "")
-
-
-def last_line(log: IO[bytes]) -> str:
-    """Return the last line of a log that is not blank."""
-    log.seek(0)
-    lines = log.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 @contextmanager

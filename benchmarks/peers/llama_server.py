@@ -9,22 +9,19 @@ import importlib.util
 import itertools
 import json
 import shutil
-import socket
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.interface import Ask, Generated, Load, Settings
-from benchmarks.process import WorkerError, last_line
+from benchmarks.process import WorkerError
+from specinfer.bench.serve_process import free_port, last_line, wait_until
 
 PROGRAM = "llama-server"
 _COUNTS, _LEAST_PROBS = (2, 4, 8, 16), (0.0, 0.5)  # draft tokens in a chain, and the least probability of each
 _MOST = max(_COUNTS)
 _LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache")
-_START_SECONDS = 600.0
-_POLL_SECONDS = 0.1
 
 
 def find_program() -> str | None:
@@ -49,7 +46,7 @@ class LlamaServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._job: Load | None = None
         self._settings: Settings = {}
-        self._log, self._port = tempfile.TemporaryFile(), _free_port()  # noqa: SIM115 (closed at the end)
+        self._log, self._port = tempfile.TemporaryFile(), free_port()  # noqa: SIM115 (closed at the end)
         shown = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
         words = next((line for line in (shown.stderr + shown.stdout).splitlines() if "version" in line), "version: ?")
         self.version = f"llama.cpp {words.partition(':')[2].strip()}"
@@ -76,11 +73,11 @@ class LlamaServer:
         words += [] if job.drafter is None else ["-md", job.drafter]
         words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
-        self._settings, deadline = settings, time.monotonic() + _START_SECONDS
-        while not self._is_ready():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise WorkerError(f"{PROGRAM} did not start: {last_line(self._log)}")
-            time.sleep(_POLL_SECONDS)
+        self._settings = settings
+        try:
+            wait_until(self._is_ready, self._process, self._log)
+        except RuntimeError as error:
+            raise WorkerError(f"{PROGRAM}: {error}") from error
 
     def generate(self, ask: Ask) -> Generated:
         if ask.settings != self._settings:
@@ -149,9 +146,3 @@ class LlamaServer:
             return False
         finally:
             connection.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -16,9 +16,9 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.llm import LLM
 from specinfer.model.offload.stream import Stream
 from specinfer.planning import plan
+from specinfer.planning.device_plan import run_any_plan
 from specinfer.planning.offload_plan import offload_choices
 from specinfer.planning.options import PlanConfig
-from specinfer.planning.plan import run_plan
 from specinfer.planning.plan_page import bar
 from specinfer.policy import cost_cache
 from specinfer.policy.acceptance import AcceptanceModel, expected_tokens
@@ -64,8 +64,8 @@ def test_auto_uses_what_was_kept(folders: tuple[str, str]) -> None:
 
 
 def test_a_good_drafter_gets_deep_trees_and_a_bad_one_none(folders: tuple[str, str]) -> None:
-    good = run_plan(make_config(folders, acceptance=(0.9, 0.05), batch_sizes=(1, 512))).measured
-    bad = run_plan(make_config(folders, acceptance=(0.01,), batch_sizes=(1, 32))).measured
+    good = run_any_plan(make_config(folders, acceptance=(0.9, 0.05), batch_sizes=(1, 512))).measured
+    bad = run_any_plan(make_config(folders, acceptance=(0.01,), batch_sizes=(1, 32))).measured
     assert good.choices[0].num_levels > 4
     assert good.choices[0].speedup == pytest.approx(good.choices[0].tokens_per_second / good.choices[0].plain_rate)
     assert good.choices[0].speedup > 3
@@ -75,13 +75,13 @@ def test_a_good_drafter_gets_deep_trees_and_a_bad_one_none(folders: tuple[str, s
 
 
 def test_acceptance_is_measured_if_none_is_assumed(folders: tuple[str, str]) -> None:
-    report = run_plan(make_config(folders))
+    report = run_any_plan(make_config(folders))
     assert report.measured.by_rank[0] > 0.8  # the drafter is the target itself; the prior counts a little
     assert sum(report.measured.by_rank) <= 1.0
 
 
 def test_passes_for_which_a_lookup_finds_nothing_count(folders: tuple[str, str]) -> None:
-    report = run_plan(make_config(folders, drafters=("ngram",), batch_sizes=(1,)))
+    report = run_any_plan(make_config(folders, drafters=("ngram",), batch_sizes=(1,)))
     (choice,) = report.measured.choices
     always = expected_tokens(
         np.asarray(report.measured.by_rank), np.asarray([choice.num_nodes]), np.asarray([choice.num_levels])
@@ -92,13 +92,13 @@ def test_passes_for_which_a_lookup_finds_nothing_count(folders: tuple[str, str])
 
 def test_remeasuring(folders: tuple[str, str]) -> None:
     for remeasure in (False, False, True):
-        run_plan(make_config(folders, acceptance=(0.5,), remeasure=remeasure))
+        run_any_plan(make_config(folders, acceptance=(0.5,), remeasure=remeasure))
     assert len(MEASURED) == 2
 
 
 def test_what_is_written_and_shown(folders: tuple[str, str], tmp_path: Path) -> None:
     paths = {"json": tmp_path / "plan.json", "plot": str(tmp_path / "plan.svg")}
-    report = run_plan(make_config(folders, **paths))
+    report = run_any_plan(make_config(folders, **paths))
     numbers = json.loads(paths["json"].read_text())
     assert numbers == json.loads(json.dumps(report.as_dict()))
     assert [choice["num_requests"] for choice in numbers["choices"]] == [1, 2, 4, 8, 16, 32]
@@ -149,7 +149,7 @@ def test_bad_input_is_refused_before_the_long_work(
 
     monkeypatch.setattr(plan, "LLM", refuse_to_load)
     with pytest.raises(ValueError, match=message):
-        run_plan(make_config(folders, **changes))
+        run_any_plan(make_config(folders, **changes))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_bytes_read_by_a_pass_of_a_streamed_target_are_reported(
     _stream_all_but(0, monkeypatch)
     target = str(save_model(tmp_path / "deep", num_hidden_layers=5))
     config = make_config(folders, model=target, offload="disk", acceptance=(0.7, 0.1), json=tmp_path / "plan.json")
-    report = run_plan(config)
+    report = run_any_plan(config)
     told = json.loads((tmp_path / "plan.json").read_text())["streaming"]
     assert (told["num_layers"], told["num_resident_layers"], told["seconds_per_pass"]) == (5, 0, 4.0)
     assert told["bytes_per_pass"] > 0

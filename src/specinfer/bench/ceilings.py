@@ -30,6 +30,14 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def time_second(device: torch.device, run: Callable[[], object]) -> float:
+    """Run work twice, and return the seconds of the second time, with what it needs in caches."""
+    run()
+    started = now(device)
+    run()
+    return now(device) - started
+
+
 class Bandwidth:
     """Bytes per second of several ways to read one buffer, by round.
 

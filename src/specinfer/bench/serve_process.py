@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
@@ -34,7 +34,7 @@ def running_server(model: str, flags: Sequence[str]) -> Iterator[ServerAddress]:
     Raises:
         RuntimeError: The server ended, or was not ready in time. The message has the last line of its log.
     """
-    port, key = _free_port(), secrets.token_hex(16)
+    port, key = free_port(), secrets.token_hex(16)
     address = ServerAddress(f"http://127.0.0.1:{port}", key)
     command = [sys.executable, "-m", "specinfer", "serve", model, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--no-page", *flags]
@@ -43,11 +43,7 @@ def running_server(model: str, flags: Sequence[str]) -> Iterator[ServerAddress]:
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(key)
         )
         try:
-            deadline = time.monotonic() + _START_SECONDS
-            while not _is_ready(address):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the server did not start: {_last_words(log)}")
-                time.sleep(_POLL_SECONDS)
+            wait_until(lambda: _is_ready(address), process, log)
             yield address
         finally:
             process.terminate()
@@ -72,13 +68,27 @@ def _is_ready(address: ServerAddress) -> bool:
         return False
 
 
-def _last_words(log: IO[bytes]) -> str:
+def wait_until(is_ready: Callable[[], bool], process: "subprocess.Popen[bytes]", log: IO[bytes]) -> None:
+    """Wait until a server is ready.
+
+    Raises:
+        RuntimeError: The server ended, or was not ready in time. The message has the last line of its log.
+    """
+    deadline = time.monotonic() + _START_SECONDS
+    while not is_ready():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the server did not start: {last_line(log)[:300] or 'its log is empty'}")
+        time.sleep(_POLL_SECONDS)
+
+
+def last_line(log: IO[bytes]) -> str:
+    """Return the last line of a log that is not blank."""
     log.seek(0)
-    lines = log.read().decode(errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else "its log is empty"
+    lines = log.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

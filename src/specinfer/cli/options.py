@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from specinfer.bench.options import SharedSettings
 from specinfer.cli.flags import flag_name, setting_flag
 from specinfer.cli.loading import loading_bar
 from specinfer.cli.screen import Screen
@@ -36,12 +37,26 @@ def flag(panel: str, help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
-def engine_flag(name: str) -> Any:
-    """Return the flag of a field of `EngineArgs`."""
-    return get_args(setting_flag(*_FIELDS[name]).annotation)[1]
+def flag_of(settings: type, name: str) -> Any:
+    """Return the flag of a setting of a class."""
+    parameter = next(setting_flag(each, about) for each, about in settings_of(settings) if each.name == name)
+    return get_args(parameter.annotation)[1]
 
 
-MODEL = Annotated[str | None, engine_flag("model")]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """Output in addition to the text."""
+
+    stats: bool = setting(
+        False, "Output", "Color each token by its drafter, and print speed and acceptance statistics."
+    )
+    debug: bool = setting(False, "Output", "Show log messages, messages of libraries and tracebacks.")
+
+    def screen(self) -> Screen:
+        quiet_libraries(debug=self.debug)
+        return Screen(stats=self.stats)
+
+
 MODEL_HELP = "A folder, a GGUF file, a Hugging Face model ID, demo or demo-chat."
 ARGUMENT = Annotated[
     str | None,
@@ -51,11 +66,9 @@ ARGUMENT = Annotated[
         show_default=False,
     ),
 ]
-DEBUG = Annotated[bool, flag("Output", "Show log messages, messages of libraries and tracebacks.", "--debug")]
-JSON = Annotated[str | None, flag("Output", "Write the results to this JSON file.", "--json", metavar="FILE")]
-PLOT = Annotated[
-    str | None, flag("Output", "Plot the results to this file: .png, .svg or .pdf.", "--plot", metavar="FILE")
-]
+DEBUG = Annotated[bool, flag_of(OutputOptions, "debug")]
+JSON = Annotated[str | None, flag_of(SharedSettings, "json")]
+PLOT = Annotated[str | None, flag_of(SharedSettings, "plot")]
 _SPECULATIVE_CONFIG = Annotated[
     str | None,
     flag(
@@ -204,17 +217,3 @@ def follow(args: EngineArgs) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ranks wait in native code; Python's handler would not run
     raise typer.Exit(follow(args))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputOptions:
-    """Output in addition to the text."""
-
-    stats: bool = setting(
-        False, "Output", "Color each token by its drafter, and print speed and acceptance statistics."
-    )
-    debug: bool = setting(False, "Output", "Show log messages, messages of libraries and tracebacks.")
-
-    def screen(self) -> Screen:
-        quiet_libraries(debug=self.debug)
-        return Screen(stats=self.stats)

@@ -12,9 +12,9 @@ from rich.text import Text
 from specinfer.cli.errors import checking
 from specinfer.cli.options import flag
 from specinfer.cli.recording import AcceptanceCounts, Recorded, Recording, Step, Tally
-from specinfer.cli.screen import DRAFTER_COLORS, TARGET_COLOR
+from specinfer.cli.screen import Colors, printable
 from specinfer.cli.terminal import is_interactive, read_key, single_keys
-from specinfer.cli.tree_view import printable, render_tree
+from specinfer.cli.tree_view import render_tree
 from specinfer.core.text import counted
 
 _SHOWN = 600  # characters shown of the text so far
@@ -80,7 +80,7 @@ class Player:
         self.console = Console(highlight=False)
         self._recording, self._requests = recording, requests
         self._only, self._delay, self._speed = step, delay, speed
-        self._colors: dict[str, str] = {}
+        self._color = Colors()
         self._emitted: dict[str, list[list[tuple[str, str | None]]]] = {}  # by request, the tokens of each step
 
     # ------------------------------------------------------------------------------------- showing
@@ -205,11 +205,6 @@ class Player:
         )
         cut = len(text) - _SHOWN
         return Text("…") + text[cut:] if cut > 0 else text
-
-    def _color(self, origin: str | None) -> str:
-        if origin is None:
-            return TARGET_COLOR
-        return self._colors.setdefault(origin, DRAFTER_COLORS[len(self._colors) % len(DRAFTER_COLORS)])
 
     def _name_gaps(self) -> None:
         if self._recording.is_cut:

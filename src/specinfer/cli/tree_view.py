@@ -6,7 +6,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from specinfer.cli.recording import EmittedToken, Node, Step
-from specinfer.cli.screen import TARGET_COLOR
+from specinfer.cli.screen import TARGET_COLOR, printable
 
 _MARKS = str.maketrans({" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"})
 
@@ -35,11 +35,6 @@ def render_tree(step: Step, color: Callable[[str], str]) -> Tree:
         )
         branches[last].children.insert(0, Tree(label))
     return tree
-
-
-def printable(text: str) -> str:
-    """Return a text without characters that would move the cursor or change the terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _label(node: Node, color: str, *, is_accepted: bool) -> Text:

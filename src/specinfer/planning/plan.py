@@ -21,7 +21,6 @@ from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.planning.offload_plan import command_of, offload_choices
 from specinfer.planning.options import PlanConfig
-from specinfer.planning.plan_page import plan_page
 from specinfer.planning.plan_report import Choice, Plan, Streaming
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.base import SpeculationPolicy, budget_of
@@ -32,17 +31,10 @@ from specinfer.policy.rank_choice import RankChoice
 from specinfer.policy.streamed_costs import StreamedCurve
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.progress_bar import StageBar
-from specinfer.reporting.report import Report, reported
 from specinfer.verify import Acceptance
 
 # Every node that verification reaches has children of all ranks, so that each rank is tried equally often.
 _TREE = "4,4"
-
-
-@reported
-def run_plan(config: PlanConfig, progress: StageBar) -> Report[Plan]:
-    """Measure costs and acceptance where unknown, and compare all trees; as `make_plan`."""
-    return plan_page(make_plan(config, progress))
 
 
 def make_plan(config: PlanConfig, progress: StageBar) -> Plan:
