@@ -642,11 +642,6 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def test_none_is_the_default_of_a_setting_as_in_vllm(folder: Path) -> None:
-    with LLM(folder, tree=None, max_num_seqs=None, seed=None, verification=None, draft_sampling=None) as llm:
-        assert llm.max_num_seqs == LLM(folder).max_num_seqs
-
-
 @pytest.mark.parametrize(("options", "name"), BAD_OPTIONS, ids=lambda x: repr(x)[:40])
 def test_bad_options_are_refused_by_name(folder: Path, options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):

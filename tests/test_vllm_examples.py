@@ -188,6 +188,7 @@ def test_speculative_decoding(model: str, method: str) -> None:
     assert max(each["num_spec_tokens"] for each in stats) == num_spec_tokens  # type: ignore[type-var]
 
 
+@pytest.mark.usefixtures("small_demo")
 def test_structured_outputs() -> None:
     class CarType(StrEnum):
         sedan = "sedan"
@@ -340,7 +341,8 @@ def test_an_argument_is_not_given_twice() -> None:
 
 
 def test_none_stands_for_the_default_as_in_vllm(model: str) -> None:
-    llm = LLM(model, seed=None, max_num_seqs=None, speculative_config=None, enable_prefix_caching=None)  # type: ignore[arg-type]
+    names = ("seed", "max_num_seqs", "speculative_config", "enable_prefix_caching", "tree", "verification")
+    llm = LLM(model, **dict.fromkeys((*names, "draft_sampling")))
     assert llm.max_num_seqs == EngineArgs("m").max_num_seqs
 
 

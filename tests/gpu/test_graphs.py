@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from native_layers import TREE, Reader
 from specinfer import LLM, SamplingParams
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import Piece
@@ -27,7 +28,6 @@ PARAMS = [
     SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=2, max_tokens=24, logprobs=2),
     SamplingParams(temperature=1.2, min_p=0.05, logit_bias={3: 2.0}, min_tokens=5, seed=3, max_tokens=24),
 ]
-TREE = TokenTree((8, 9, 10, 11, 9, 13, 12, 11), (-1, 0, 0, 1, 2, 1, 3, 4))
 
 
 def _tokens(folder: Path, small: Path, tree: str, **options: Any) -> tuple[list[list[int]], ModelRunner]:
@@ -53,13 +53,10 @@ def test_captured_passes_compute_what_others_do(family: str, model_folder: Calla
 
 
 def _pass(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
-    cache = runner.cache
-    slots = cache.reserve("a", len(prompt))
-    runner.forward([Piece.from_span(prompt, None, cache.slots("a"), slots)])
-    cache.commit("a", range(len(prompt)))
-    slots = cache.reserve("a", len(TREE))
-    logits = runner.forward([Piece.from_span([8], TREE, cache.slots("a"), slots)]).clone()
-    cache.free("a")
+    reader = Reader(runner)
+    reader.read("a", prompt)
+    logits = runner.forward([reader.piece("a", TREE)]).clone()
+    runner.cache.free("a")
     return logits
 
 
