@@ -18,7 +18,7 @@ from specinfer.model.gguf import rounding
 from specinfer.model.gguf.blocks import weight_of
 from specinfer.model.gguf.families import FAMILIES
 from specinfer.model.gguf.rounding import rounded
-from specinfer.model.gguf.writing import TYPES
+from specinfer.model.gguf.types import TYPES
 from specinfer.ops.quantization import dequantize
 from specinfer.quantize.checkpoint import QuantizeReport, write_quantized
 from specinfer.quantize.options import QuantizeConfig

@@ -13,7 +13,6 @@ from torch import Tensor
 from full_disk import limited_files
 from specinfer.core.errors import ModelError
 from specinfer.model.definition import load_plain
-from specinfer.model.gguf.writing import TYPES
 from specinfer.model.load import load_model
 from specinfer.ops import quantization
 from specinfer.ops.quantization import BITS, Bits, dequantize, quantize
@@ -21,7 +20,7 @@ from specinfer.quantize.calibration import decoder_layers
 from specinfer.quantize.checkpoint import QuantizeReport, write_quantized
 from specinfer.quantize.gptq import quantize_with_moments, round_layers
 from specinfer.quantize.layers import Layers
-from specinfer.quantize.options import FILE_TYPES, FOLDER_TYPES, QuantizeConfig
+from specinfer.quantize.options import FOLDER_TYPES, QuantizeConfig
 from tiny import FAMILIES, VOCAB, save_model, save_tokenizer
 
 
@@ -160,7 +159,6 @@ def test_a_full_disk_is_named_by_its_option_and_nothing_is_left(
 
 def test_types_of_the_options_are_those_that_are_written() -> None:
     assert set(FOLDER_TYPES) == set(BITS)
-    assert FILE_TYPES == TYPES
 
 
 def test_what_cannot_be_is_refused_by_its_name(tmp_path: Path, model_folder: Callable[..., Path]) -> None:

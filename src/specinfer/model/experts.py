@@ -20,7 +20,7 @@ from specinfer.model.quantized_experts import (
     opening_of,
     routed,
 )
-from specinfer.model.stacked_source import STACKED
+from specinfer.model.stacked_source import STACKED, rows_of
 from specinfer.ops import GATES, Ending, LinearCall, Panels, QuantizedWeight
 
 # Families whose checkpoints name each expert's matrices as `EXPERT` does, and whose definition stacks them.
@@ -131,8 +131,8 @@ def _parts(experts: Any, matrices: Iterable[list[Weight]]) -> Iterator[Expert]:
 
 
 def _halves(both: Weight) -> list[Weight]:
-    half = both.shape[0] // 2 if isinstance(both, Tensor) else both.out_features // 2
-    return [both[one] if isinstance(both, Tensor) else both.part(one) for one in (slice(half), slice(half, None))]
+    halves = rows_of(both.shape[0] if isinstance(both, Tensor) else both.out_features, 2, is_transposed=False)
+    return [both[rows] if isinstance(both, Tensor) else both.part(rows) for rows in halves]
 
 
 def _gated_parts(experts: Any, gate: Weight, up: Weight, down: Weight) -> Expert:

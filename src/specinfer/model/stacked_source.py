@@ -87,6 +87,14 @@ class StackedSource:
         return _alternating if self.is_transposed else torch.cat
 
 
+def rows_of(outputs: int, count: int, *, is_transposed: bool) -> list[slice]:
+    """Return the outputs of each of this many matrices that a stack has as one; those of transposed ones alternate."""
+    if is_transposed:
+        return [slice(i, None, count) for i in range(count)]
+    step = outputs // count
+    return [slice(i * step, (i + 1) * step) for i in range(count)]
+
+
 def _alternating(tensors: Sequence[Tensor]) -> Tensor:
     """Return the first rows of all tensors, then the second ones, and so on."""
     return torch.stack(list(tensors), dim=1).flatten(0, 1)

@@ -15,7 +15,7 @@ from specinfer.core.errors import ModelError
 from specinfer.model.gguf.stored import mtp_names
 from specinfer.model.offload.checkpoint import layer_number
 from specinfer.model.quantized_experts import can_quantize_experts
-from specinfer.model.stacked_source import EXPERT, expert_kind
+from specinfer.model.stacked_source import EXPERT, expert_kind, rows_of
 
 _STACK = re.compile(r"(?P<layer>.*\.experts)\.(?P<kind>gate_up|up|down)_proj(?P<bias>_bias)?")
 _OF_GRANITE = re.compile(r"(?P<block>.*)\.(?P<kind>in|out)put_linear\.weight")
@@ -84,7 +84,8 @@ class StoredExperts:
             )
         for number, stacked in enumerate(tensor):
             matrix = stacked.T if experts.is_transposed and end == "weight" else stacked
-            for name, rows in zip(names, _rows(experts, len(matrix), len(names)), strict=True):
+            parts = rows_of(len(matrix), len(names), is_transposed=experts.is_transposed)
+            for name, rows in zip(names, parts, strict=True):
                 yield f"{layer}.{number}.{name}.{end}", matrix[rows]
 
     def place(self, layer: str) -> Place | None:
@@ -95,16 +96,9 @@ class StoredExperts:
         (name, experts), kind = named, expert_kind(match)
         is_half = kind != "down" and getattr(experts, "has_gate", True)
         outputs = self.shapes[f"{layer}.weight"][0]
-        rows = _rows(experts, 2 * outputs, 2)[kind == "up"] if is_half else slice(None)
+        both = rows_of(2 * outputs, 2, is_transposed=experts.is_transposed)
+        rows = both[kind == "up"] if is_half else slice(None)
         return Place(f"{name}.linears.{2 * int(match['number']) + (kind == 'down')}", rows)
 
     def _module_of(self, key: str) -> tuple[str, Any] | None:
         return None if key in self._mtp else self._modules.get(layer_number(key))
-
-
-def _rows(experts: Any, outputs: int, count: int) -> list[slice]:
-    """Return the outputs of this many matrices in one; transposed stacks have gates next to values."""
-    if experts.is_transposed:
-        return [slice(i, None, count) for i in range(count)]
-    step = outputs // count
-    return [slice(i * step, (i + 1) * step) for i in range(count)]

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specinfer.core.options import check_settings, setting
+from specinfer.model.gguf.types import TYPES
 from specinfer.reporting.files import check_files
 
 FOLDER_TYPES = ("int4", "int8")
-FILE_TYPES = ("q8_0", "q6_k", "q5_k", "q4_k_m", "q4_k", "q5_1", "q5_0", "q4_1", "q4_0")  # of GGUF files
 _OUTPUT, _CALIBRATION = "Output", "Calibration"  # sections of the help
 
 
@@ -28,9 +28,8 @@ class QuantizeConfig:
     to: str = setting(
         "int4",
         _OUTPUT,
-        "Type of the weights of linear layers: int4 or int8; of a GGUF file: q8_0, q6_k, q5_k, q4_k_m, q4_k, "
-        "q5_1, q5_0, q4_1, q4_0.",
-        choices=(*FOLDER_TYPES, *FILE_TYPES),
+        f"Type of the weights of linear layers: int4 or int8; of a GGUF file: {', '.join(TYPES)}.",
+        choices=(*FOLDER_TYPES, *TYPES),
     )
     out: str | Path | None = setting(None, _OUTPUT, "Folder or GGUF file to write.", metavar="PATH")
     data: tuple[str, ...] = setting(
@@ -62,7 +61,7 @@ class QuantizeConfig:
 
     @property
     def is_gguf(self) -> bool:
-        return self.to in FILE_TYPES
+        return self.to in TYPES
 
     @property
     def path(self) -> Path:

@@ -3,7 +3,8 @@
 A block holds neighbouring weights of a row. The layouts are those of ggml's `ggml-common.h`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -43,24 +44,16 @@ def _bits(data: Tensor) -> Tensor:
     return (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
-def _q4_0(b: _Blocks, width: int) -> QuantizedWeight:
-    return QuantizedWeight(_nibbles(b[..., 2:]).flatten(1), _halves(b[..., :2]), 4, width)
-
-
-def _q4_1(b: _Blocks, width: int) -> QuantizedWeight:
-    return QuantizedWeight(
-        _nibbles(b[..., 4:]).flatten(1), _halves(b[..., :2]), 4, width, added=_halves(b[..., 2:4])
-    )  # fmt: skip
-
-
-def _q5_0(b: _Blocks, width: int) -> QuantizedWeight:
-    codes = _nibbles(b[..., 6:]) | _bits(b[..., 2:6]) << 4
-    return QuantizedWeight(codes.flatten(1), _halves(b[..., :2]), 5, width, 32)
-
-
-def _q5_1(b: _Blocks, width: int) -> QuantizedWeight:
-    codes = _nibbles(b[..., 8:]) | _bits(b[..., 4:8]) << 4
-    return QuantizedWeight(codes.flatten(1), _halves(b[..., :2]), 5, width, 32, added=_halves(b[..., 2:4]))
+def _of_32(
+    b: _Blocks, width: int, bits: int, *, has_added: bool = False, levels: Sequence[int] | None = None
+) -> QuantizedWeight:
+    """Decode blocks of 32 weights: the scale, what is added, the fifth bits, and the four lower ones."""
+    start = 4 if has_added else 2
+    codes, added = _nibbles(b[..., start + 4 * (bits == 5) :]), _halves(b[..., 2:4]) if has_added else None
+    if bits == 5:
+        codes |= _bits(b[..., start : start + 4]) << 4
+    numbers = None if levels is None else _levels(levels)
+    return QuantizedWeight(codes.flatten(1), _halves(b[..., :2]), bits, width, 32, added, levels=numbers)
 
 
 def _q8_0(b: _Blocks, width: int) -> QuantizedWeight:
@@ -81,16 +74,19 @@ def _pairs_of_32(data: Tensor) -> Tensor:
     return codes.view(*data.shape[:-1], -1, 32)
 
 
-def _q4_k(b: _Blocks, width: int) -> QuantizedWeight:
+def _nested_with_added(b: _Blocks, width: int, bits: int) -> QuantizedWeight:
+    """Decode Q4_K, or Q5_K, which has the fifth bits of a byte of each group in turn."""
     scales, less = _k_scales(b[..., 4:16])
-    return QuantizedWeight(_pairs_of_32(b[..., 16:]).flatten(1), scales, 4, width, None, less, _signed(b[..., :4]))
+    codes = _pairs_of_32(b[..., 16 + 32 * (bits == 5) :])
+    if bits == 5:
+        codes |= _bits_of_groups(b[..., 16:48]) << 4
+    return QuantizedWeight(codes.flatten(1), scales, bits, width, 32, less, _signed(b[..., :4]))
 
 
-def _q5_k(b: _Blocks, width: int) -> QuantizedWeight:
-    scales, less = _k_scales(b[..., 4:16])
-    upper = b[..., 16:48].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(1) & 1  # [..., groups, 32]
-    codes = (_pairs_of_32(b[..., 48:]) | upper << 4).flatten(1)
-    return QuantizedWeight(codes, scales, 5, width, 32, less, _signed(b[..., :4]))
+def _bits_of_groups(data: Tensor) -> Tensor:
+    """Return [..., 8, bytes] bits: of each group one of every byte, the lowest first."""
+    bits: Tensor = data.unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(1) & 1
+    return bits
 
 
 def _signed(data: Tensor) -> Tensor:
@@ -117,8 +113,8 @@ def _q6_k(b: _Blocks, width: int) -> QuantizedWeight:
 
 
 def _q3_k(b: _Blocks, width: int) -> QuantizedWeight:
-    upper = b[..., :32].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(1) & 1  # [..., 8, 32]
-    codes = _crumbs(b[..., 32:96], 32).flatten(-3, -2) + 4 * upper + 28  # zero is 4, and that of 6 bits 32
+    # Zero is 4, and that of 6 bits 32.
+    codes = _crumbs(b[..., 32:96], 32).flatten(-3, -2) + 4 * _bits_of_groups(b[..., :32]) + 28
     stored = b[..., 96:108]
     upper = _crumbs(stored[..., 8:], 4).flatten(-3)
     scales = (_nibbles(stored[..., :8]) | upper << 4).to(torch.int8) - 32
@@ -131,14 +127,8 @@ def _q2_k(b: _Blocks, width: int) -> QuantizedWeight:
     return QuantizedWeight(codes, stored & 15, 6, width, 16, stored >> 4, _signed(b[..., 80:]))
 
 
-def _levels(numbers: tuple[int, ...]) -> Tensor:
+def _levels(numbers: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int8)
-
-
-def _iq4_nl(b: _Blocks, width: int) -> QuantizedWeight:
-    return QuantizedWeight(
-        _nibbles(b[..., 2:]).flatten(1), _halves(b[..., :2]), 4, width, levels=_levels(_IQ4_LEVELS)
-    )  # fmt: skip
 
 
 def _iq4_xs(b: _Blocks, width: int) -> QuantizedWeight:
@@ -171,8 +161,9 @@ def _e4m3_halves() -> Tensor:
 
 _E4M3_HALVES = _e4m3_halves()
 _DECODE: dict[str, Callable[[_Blocks, int], QuantizedWeight]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
-    "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
-    "NVFP4": _nvfp4,
+    "Q4_0": partial(_of_32, bits=4), "Q4_1": partial(_of_32, bits=4, has_added=True),
+    "Q5_0": partial(_of_32, bits=5), "Q5_1": partial(_of_32, bits=5, has_added=True), "Q8_0": _q8_0,
+    "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": partial(_nested_with_added, bits=4),
+    "Q5_K": partial(_nested_with_added, bits=5), "Q6_K": _q6_k,
+    "IQ4_NL": partial(_of_32, bits=4, levels=_IQ4_LEVELS), "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4, "NVFP4": _nvfp4,
 }  # fmt: skip

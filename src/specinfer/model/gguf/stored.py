@@ -11,7 +11,7 @@ from torch import Tensor
 from specinfer.core.errors import ModelError
 from specinfer.model.gguf.families.parts import Family, Fields
 from specinfer.model.gguf.weights import Weight, in_pairs
-from specinfer.model.stacked_source import EXPERT, expert_kind, stack_name
+from specinfer.model.stacked_source import EXPERT, expert_kind, rows_of, stack_name
 
 MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # tensors of MTP layers that are the target's, too
 _MTP = re.compile(r"(model\.)?mtp[._]|(?P<layer>model\.layers\.\d+)\.")
@@ -104,8 +104,7 @@ class StoredTensors:
             found = found.mT if match["end"] == "weight" else found
         if "gate_up" not in stack:
             return found
-        is_up = expert_kind(match) == "up"
-        return found[is_up::2] if self._is_transposed else found.chunk(2)[is_up]
+        return found[rows_of(len(found), 2, is_transposed=self._is_transposed)[expert_kind(match) == "up"]]
 
 
 def mtp_names(weights: Collection[str]) -> set[str]:

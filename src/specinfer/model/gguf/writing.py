@@ -24,10 +24,9 @@ from specinfer.model.gguf.metadata import LLAMA3, LONGROPE, llama3_factors
 from specinfer.model.gguf.rounding import fitting, rounded
 from specinfer.model.gguf.stored import MTP_COPIES, StoredTensors, mtp_names
 from specinfer.model.gguf.tokenizer_writing import refusal
+from specinfer.model.gguf.types import PLAIN_TYPES
 
 logger = logging.getLogger(__name__)
-TYPES = ("q8_0", "q6_k", "q5_k", "q4_k_m", "q4_k", "q5_1", "q5_0", "q4_1", "q4_0")
-PLAIN_TYPES = ("f32", "f16", "bf16")  # numbers that are not rounded to codes; for other engines
 _OUTSIDE = ("token_embd.weight", "output.weight")  # later layers cannot make up for errors of these: more bits
 _MORE_BITS = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")  # of some layers of Q4_K_M: 6 bits
 _PLAIN = (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
@@ -71,8 +70,8 @@ def write_gguf(
         load_definition: Function that returns the weights by their names in the definition, for families whose
             checkpoints have others.
         vocabulary: Function that returns the metadata of the tokenizer, given the size of the vocabulary.
-        kind: One of `TYPES`, for matrices but for routers, embeddings and the output head, or one of `PLAIN_TYPES`, for
-            all matrices.
+        kind: One of `TYPES` (`types.py`), for matrices but for routers, embeddings and the output head, or one of
+            `PLAIN_TYPES`, for all matrices.
         note: Called with the number of tensors done.
 
     Raises:

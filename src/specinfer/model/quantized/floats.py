@@ -17,6 +17,7 @@ from specinfer.model.quantized.format import (
     Sources,
     Tensors,
     matrix_shape,
+    unpack,
 )
 from specinfer.ops.float8 import LEVELS
 
@@ -53,7 +54,7 @@ def find_fp4(stored: str, weights: Fields) -> Format:
     return Format(
         ("weight_packed", "weight_scale", *(("weight_global_scale",) if is_nv else ())), ("input_global_scale",),
         lambda sources: (sources["weight_packed"].shape[0], sources["weight_packed"].shape[1] * 2), 4,
-        lambda tensors: _nibbles(tensors["weight_packed"], lower_first=True), scaling, levels=_FP4,
+        lambda tensors: unpack(tensors["weight_packed"], 4), scaling, levels=_FP4,
         least=16 if is_nv else 32,
         types={"weight_packed": (torch.uint8,), "weight_scale": (torch.float8_e4m3fn if is_nv else torch.uint8,)},
         sizes=lambda sources: Sizes(sources["weight_scale"].shape, (1, size), True),
@@ -63,7 +64,7 @@ def find_fp4(stored: str, weights: Fields) -> Format:
 # An expert's matrix in gpt-oss: blocks [1, out, in / 32, 16] and exponents [1, out, in / 32].
 GPT_OSS = Format(
     ("blocks", "scales"), (), lambda sources: (sources["blocks"].shape[1], sources["blocks"].shape[2] * 32), 4,
-    lambda tensors: _nibbles(tensors["blocks"][0], lower_first=True).flatten(1),
+    lambda tensors: unpack(tensors["blocks"][0], 4).flatten(1),
     lambda tensors: Scaling(_powers(tensors["scales"][0]), (1, 32)), levels=_FP4,
 )  # fmt: skip
 
@@ -71,12 +72,6 @@ GPT_OSS = Format(
 def _powers(exponents: Tensor) -> Tensor:
     """Return the powers of 2 that exponents stand for, from 0 on."""
     return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
-
-
-def _nibbles(data: Tensor, *, lower_first: bool) -> Tensor:
-    """Return [..., bytes * 2] int64 codes of 4 bits."""
-    lower, upper = data & 15, data >> 4
-    return torch.stack([lower, upper] if lower_first else [upper, lower], dim=-1).flatten(-2).long()
 
 
 def _of_blocks(values: Tensor, count: int, each: int) -> Tensor:
@@ -112,7 +107,8 @@ def find_bitsandbytes(settings: Fields) -> Format | None:
         if (outer := tensors.get("weight.nested_absmax")) is not None:
             outer = _of_blocks(outer, len(scales), int(found["nested_blocksize"]))
             scales = tensors["weight.nested_quant_map"][scales.long()] * outer + float(found["nested_offset"])
-        numbers = tensors["weight.quant_map"].float()[_nibbles(tensors["weight"].flatten(), lower_first=False)]
+        places = unpack(tensors["weight"].flatten(), 4).view(-1, 2).flip(1).flatten()  # the upper bits come first
+        numbers = tensors["weight.quant_map"].float()[places.long()]
         numbers *= _of_blocks(scales.float(), len(numbers), size)  # blocks go on from row to row
         return numbers.view(*map(int, found["shape"]))
 

@@ -196,6 +196,17 @@ class Format:
         return None
 
 
+def unpack(data: Tensor, bits: int) -> Tensor:
+    """Return [..., codes] uint8 codes of [..., integers] of any size, the lowest bits of each first."""
+    data = data.contiguous().view(torch.uint8)
+    if bits == 8:
+        return data
+    codes = torch.empty((*data.shape, 8 // bits), dtype=torch.uint8)
+    for i in range(8 // bits):
+        torch.bitwise_and(data >> i * bits, (1 << bits) - 1, out=codes[..., i])
+    return codes.flatten(-2)
+
+
 def _check(scaling: Scaling, shape: tuple[int, ...]) -> None:
     """Refuse scales and groups that do not belong to a weight of this shape."""
     if scaling.scales.ndim > 2:

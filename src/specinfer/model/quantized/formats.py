@@ -22,6 +22,7 @@ from specinfer.model.quantized.format import (
     Sources,
     Tensors,
     matrix_shape,
+    unpack,
 )
 from specinfer.model.quantized.settings import BITS, adds_one, groups_of, unread_field, variants_of
 from specinfer.ops.float8 import LEVELS
@@ -52,17 +53,6 @@ def choose(formats: Sequence[Format], stored: Sources) -> Format | None:
     return fitting[0][0] if len(kinds) == 1 else None
 
 
-def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Return [rows, columns * 32 / bits] uint8 codes of [rows, columns] int32 words, the lowest bits first."""
-    data = words.contiguous().view(torch.uint8)
-    if bits == 8:
-        return data
-    codes = torch.empty((*data.shape, 8 // bits), dtype=torch.uint8)
-    for i in range(8 // bits):
-        torch.bitwise_and(data >> i * bits, (1 << bits) - 1, out=codes[..., i])
-    return codes.flatten(1)
-
-
 def _compressed(settings: Fields) -> tuple[Format | None, ...]:
     return tuple(_of_group(stored, weights) for stored, weights in groups_of(settings))
 
@@ -86,7 +76,7 @@ def _of_group(stored: str, weights: Fields) -> Format | None:
 
         def zeros_of(tensors: Tensors) -> Tensor | None:  # packed along the outputs
             zeros, rows = tensors.get("weight_zero_point"), int(tensors["weight_shape"][0])
-            return None if zeros is None else _unpack(zeros.T, bits).T[:rows]
+            return None if zeros is None else unpack(zeros.T, bits).T[:rows]
 
         def sizes(sources: Sources) -> Sizes:
             words, (_, columns) = sources["weight_packed"].shape, _stored_shape(sources)
@@ -120,7 +110,7 @@ def _of_group(stored: str, weights: Fields) -> Format | None:
 
 def _unpacked(tensors: Tensors, bits: int) -> Tensor:
     rows, columns = map(int, tensors["weight_shape"].tolist())
-    return _unpack(tensors["weight_packed"], bits)[:rows, :columns]
+    return unpack(tensors["weight_packed"], bits)[:rows, :columns]
 
 
 def _block_of(weights: Fields) -> Block:
@@ -146,7 +136,7 @@ def _in_words(bits: int, size: int, added: int) -> Format:
     """
 
     def scaling(tensors: Tensors) -> Scaling:
-        zeros = (_unpack(tensors["qzeros"], bits).int() + added).T
+        zeros = (unpack(tensors["qzeros"], bits).int() + added).T
         is_symmetric = bool((zeros == 1 << bits - 1).all())
         return Scaling(tensors["scales"].T, (1, size), None if is_symmetric else zeros, tensors.get("g_idx"))
 
@@ -162,7 +152,7 @@ def _in_words(bits: int, size: int, added: int) -> Format:
         return Sizes((of, groups), (1, size if size > 0 else inputs), codes_fit)
 
     return Format(
-        ("qweight", "qzeros", "scales"), ("g_idx",), shape, bits, lambda tensors: _unpack(tensors["qweight"].T, bits),
+        ("qweight", "qzeros", "scales"), ("g_idx",), shape, bits, lambda tensors: unpack(tensors["qweight"].T, bits),
         scaling, types=_WORDS | {"scales": FLOATS, "g_idx": (torch.int32, torch.int64)}, sizes=sizes,
     )  # fmt: skip
 

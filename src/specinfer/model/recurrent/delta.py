@@ -14,16 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.core.errors import ModelError
 from specinfer.model.batch import ForwardBatch
-from specinfer.model.recurrent.mixer import EVENLY, Block, Blocks, Mixer
+from specinfer.model.recurrent.mixer import EVENLY, Block, Blocks, Mixer, check_activation
 from specinfer.ops.cpu.recurrence import ConvolutionCall, HeadSizes, RecurrenceCall
 from specinfer.ops.cpu.recurrent_layer import RecurrentParts
-
-
-def _check_activation(layer: Any) -> None:
-    if layer.activation != "silu":
-        raise ModelError(f"model: hidden_act {layer.activation!r} of layers with a delta rule is not supported")
 
 
 class GatedDelta(Mixer):
@@ -34,7 +28,7 @@ class GatedDelta(Mixer):
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
-        _check_activation(layer)
+        check_activation(layer.activation, "layers with a delta rule")
         self.num_k_heads, self.num_v_heads = layer.num_k_heads, layer.num_v_heads
         self.head_k_dim, self.head_v_dim = layer.head_k_dim, layer.head_v_dim
         self.dt_bias, self.A_log = layer.dt_bias, layer.A_log
@@ -118,7 +112,7 @@ class KimiDelta(Mixer):
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
-        _check_activation(layer)
+        check_activation(layer.activation, "layers with a delta rule")
         self.num_heads, self.head_dim = layer.num_heads, layer.head_dim
         gate = layer.forget_gate
         # Bailing: the logarithm of what is kept is limited by a sigmoid instead of growing as a softplus does.
