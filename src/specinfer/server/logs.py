@@ -7,16 +7,16 @@ import asyncio
 import contextlib
 import logging
 import os
-import queue
 import re
 import sys
-import threading
 import time
+from functools import partial
 from typing import TextIO
 
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.progress import gigabytes
 from specinfer.engine.tally import Tally, Totals
+from specinfer.server.background import BackgroundWriter
 from specinfer.server.middleware import REQUEST_ID
 
 logger = logging.getLogger(__name__)
@@ -50,34 +50,26 @@ class BackgroundHandler(logging.Handler):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        self._stream = stream
-        self._lines: queue.Queue[str] = queue.Queue(_MAX_LINES)
-        self._num_dropped = 0
-        threading.Thread(target=self._write_all, name="specinfer-log", daemon=True).start()
+        self._stream, self._writer = stream, BackgroundWriter("specinfer-log", _MAX_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.put_nowait(self.format(record) + "\n")
-        except queue.Full:
-            self._num_dropped += 1
+            line = self.format(record) + "\n"
         except Exception:
             self.handleError(record)
+        else:
+            self._writer.put(partial(self._write_line, line))
 
     def flush(self) -> None:
         """Wait until all lines are written, but only as long as the stream takes some."""
-        until = time.monotonic() + _FLUSH_SECONDS
-        while self._lines.unfinished_tasks and time.monotonic() < until:
-            time.sleep(0.001)
+        self._writer.flush(_FLUSH_SECONDS)
 
-    def _write_all(self) -> None:
-        while True:
-            line = self._lines.get()
-            if self._num_dropped:
-                num_dropped, self._num_dropped = self._num_dropped, 0
-                line += f"WARNING specinfer.server.logs: {num_dropped} lines were dropped: the log was not read\n"
-            with contextlib.suppress(OSError, ValueError):  # the stream was closed
-                self._write(line)
-            self._lines.task_done()
+    def _write_line(self, line: str) -> None:
+        if self._writer.num_dropped:
+            num_dropped, self._writer.num_dropped = self._writer.num_dropped, 0
+            line += f"WARNING specinfer.server.logs: {num_dropped} lines were dropped: the log was not read\n"
+        with contextlib.suppress(OSError, ValueError):  # the stream was closed
+            self._write(line)
 
     def _write(self, text: str) -> None:
         try:

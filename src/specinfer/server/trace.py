@@ -9,7 +9,6 @@ import functools
 import json
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree import TokenTree
 from specinfer.engine.emission import target_probs, trace_step
 from specinfer.generation import Generation
+from specinfer.server.background import BackgroundWriter
 from specinfer.server.config import open_private
 from specinfer.verify import Acceptance
 
@@ -115,15 +115,12 @@ class TraceFile:
         self._path, self._engine = path, engine
         self._model = names[0] if names else ""
         self._texts = TokenDecoder(engine.llm.tokenizer)
-        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_LINES_WAITING)
         self._lock = threading.Lock()
         self._num_nodes_waiting = 0
-        self._num_skipped = 0
         self._begun: set[str] = set()
         self._has_failed = self._is_closed = False
         self._write({"type": "trace", "version": VERSION, "model": self._model, "time": time.time()})
-        self._thread = threading.Thread(target=self._run, name="specinfer-trace", daemon=True)
-        self._thread.start()
+        self._writer = BackgroundWriter("specinfer-trace", _MAX_LINES_WAITING)
         engine.llm.engine.observers.append(self)
         engine.on_end.append(self._ended)
 
@@ -134,9 +131,10 @@ class TraceFile:
         self._is_closed = True
         self._engine.on_end.remove(self._ended)
         self._engine.llm.engine.observers.remove(self)
-        self._waiting.put(None)
-        self._thread.join()
+        self._writer.close()
         try:
+            if self._writer.num_dropped:
+                self._write({"type": "left_out", "lines": self._writer.num_dropped})
             self._file.close()
         except OSError as error:
             self._fail(error)
@@ -163,36 +161,26 @@ class TraceFile:
 
     def _put(self, action: Callable[[], None], num_nodes: int) -> None:
         """Queue a line for the writer, or skip it if too much is queued."""
-        with self._lock:
-            if self._num_nodes_waiting + num_nodes > _MAX_NODES_WAITING or self._waiting.full():
-                if not self._num_skipped:
-                    logger.warning("trace: %s is written too slowly; some lines are skipped", self._path)
-                self._num_skipped += 1
-                return
-            self._num_nodes_waiting += num_nodes
 
-            def write() -> None:
-                with self._lock:
-                    self._num_nodes_waiting -= num_nodes
-                action()
-
-            self._waiting.put_nowait(write)
-
-    # ---------------------------------------------------------------------------- in the writer's thread
-
-    def _run(self) -> None:
-        while (write := self._waiting.get()) is not None:
+        def write() -> None:
+            with self._lock:
+                self._num_nodes_waiting -= num_nodes
             try:
-                write()
-                if self._waiting.empty() and not self._has_failed:
+                action()
+                if self._writer.is_idle and not self._has_failed:
                     self._file.flush()
             except Exception as error:  # includes a tokenizer's errors: `close` waits for this thread
                 self._fail(error)
-        if self._num_skipped:
-            try:
-                self._write({"type": "left_out", "lines": self._num_skipped})
-            except OSError as error:
-                self._fail(error)
+
+        with self._lock:
+            has_dropped = self._writer.num_dropped > 0
+            if self._num_nodes_waiting + num_nodes > _MAX_NODES_WAITING:
+                self._writer.num_dropped += 1
+            elif self._writer.put(write):
+                self._num_nodes_waiting += num_nodes
+                return
+        if not has_dropped:
+            logger.warning("trace: %s is written too slowly; some lines are skipped", self._path)
 
     def _fail(self, error: Exception) -> None:
         if not self._has_failed:
