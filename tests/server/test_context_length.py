@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dialects import CHAT, COMPLETIONS, DIALECTS, MESSAGES, OLLAMA_CHAT, RESPONSES, read
 from serving import ask
 from specinfer import LLM, RequestError, SamplingParams
 from specinfer.core.errors import ContextLengthError
@@ -13,15 +14,7 @@ from specinfer.core.errors import ContextLengthError
 pytestmark = pytest.mark.usefixtures("small_demo")
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 CONTEXT = 64
-ROUTES = {
-    "/v1/completions": ("prompt", "max_tokens"),
-    "/v1/chat/completions": ("messages", "max_tokens"),
-    "/v1/responses": ("input", "max_output_tokens"),
-    "/v1/messages": ("messages", "max_tokens"),
-    "/api/chat": ("messages", "num_predict"),
-    "/api/generate": ("prompt", "num_predict"),
-}
-OF_OPENAI = [path for path in ROUTES if path.startswith("/v1/") and path != "/v1/messages"]
+OF_OPENAI = [COMPLETIONS, CHAT, RESPONSES]
 
 
 @pytest.fixture(scope="module")
@@ -31,27 +24,14 @@ def llm(small_demo: None) -> Iterator[LLM]:
         yield made
 
 
-def body_of(path: str, text: str, limit: int | None = None, **fields: Any) -> dict[str, Any]:
-    name, limit_name = ROUTES[path]
-    body: dict[str, Any] = {name: [{"role": "user", "content": text}] if name == "messages" else text}
-    if path == "/v1/messages":
-        body["max_tokens"] = 16
-    if limit_name == "num_predict":
-        return body | fields | {"stream": False, "options": {} if limit is None else {"num_predict": limit}}
-    return body | fields | ({} if limit is None else {limit_name: limit})
+def body_of(path: str, text: str, limit: int | None = None, **fields: Any) -> Any:
+    return DIALECTS[path].body(text, limit, **fields)
 
 
 def message_of(answer: httpx.Response) -> str:
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     return str(error if isinstance(error, str) else error["message"])
-
-
-def num_generated(answer: httpx.Response) -> int:
-    assert answer.status_code == 200, answer.text
-    body = answer.json()
-    usage = body.get("usage") or {"output_tokens": body.get("eval_count")}
-    return int(usage.get("completion_tokens", usage.get("output_tokens")))
 
 
 @pytest.mark.parametrize("length", [100, 20_000], ids=["encoded", "not encoded"])
@@ -63,7 +43,7 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_openais_clients_
         message, error = message_of(answer), answer.json()["error"]
         assert message.startswith(f"This model's maximum context length is {CONTEXT} tokens. However, your "), path
         assert "Please reduce the length of the" in message
-        assert (error["code"], error["param"]) == ("context_length_exceeded", ROUTES[path][0])
+        assert (error["code"], error["param"]) == ("context_length_exceeded", DIALECTS[path].prompt)
 
 
 def test_the_lengths_reach_the_dialects(llm: LLM) -> None:
@@ -82,14 +62,18 @@ def test_the_lengths_reach_the_dialects(llm: LLM) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_limit_above_the_room_is_lowered_on_every_route(llm: LLM, stream: bool) -> None:
     if stream:
-        answers = ask(llm, *((p, body_of(p, "a", 32_000, ignore_eos=True) | {"stream": True}) for p in ROUTES))
-        assert [answer.status_code for answer in answers] == [200] * len(ROUTES)
+        answers = ask(llm, *((p, body_of(p, "a", 32_000, ignore_eos=True) | {"stream": True}) for p in DIALECTS))
+        assert [answer.status_code for answer in answers] == [200] * len(DIALECTS)
         return
-    answers = ask(llm, *((path, body_of(path, "a", 32_000, ignore_eos=True)) for path in ROUTES))
-    for path, answer in zip(ROUTES, answers, strict=True):
-        assert CONTEXT - 16 <= num_generated(answer) < CONTEXT, path
-    assert answers[0].json()["choices"][0]["finish_reason"] == "length"
-    assert answers[2].json()["incomplete_details"] == {"reason": "max_output_tokens"}
+    answers = ask(llm, *((path, body_of(path, "a", 32_000, ignore_eos=True)) for path in DIALECTS))
+    reasons = {RESPONSES: "incomplete", MESSAGES: "model_context_window_exceeded"}
+    for path, response in zip(DIALECTS, answers, strict=True):
+        answer = read(response)
+        assert CONTEXT - 16 <= (answer.num_tokens or 0) < CONTEXT, path
+        assert answer.reason == reasons.get(path, "length"), path
+    bodies = dict(zip(DIALECTS, (answer.json() for answer in answers), strict=True))
+    assert bodies[RESPONSES]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert bodies[OLLAMA_CHAT]["prompt_eval_count"] + bodies[OLLAMA_CHAT]["eval_count"] == CONTEXT
 
 
 def test_a_limit_above_the_room_is_lowered_in_the_library(llm: LLM) -> None:
@@ -112,7 +96,7 @@ def test_a_limit_above_the_context_leaves_the_prompt_when_it_is_cut(llm: LLM, fi
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"truncate_prompt_tokens": 60}], ids=str)
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", DIALECTS)
 def test_tokens_that_cannot_be_generated_are_refused_by_name(llm: LLM, path: str, fields: dict[str, Any]) -> None:
     text = "a b " * (50 if "truncate_prompt_tokens" in fields else 12)
     (limited, unlimited) = ask(
@@ -134,4 +118,4 @@ def test_of_several_prompts_one_that_is_too_long_for_its_least_output_is_refused
 def test_a_prediction_that_is_too_long_is_cut(llm: LLM) -> None:
     predicted = {"type": "content", "content": "a b " * 20_000}
     (answer,) = ask(llm, ("/v1/completions", body_of("/v1/completions", "a", 4, prediction=predicted)))
-    assert num_generated(answer) > 0
+    assert read(answer).num_tokens

@@ -32,7 +32,6 @@ FORMAT = {"type": "json_schema", "schema": CITY}
 OSLO = '{"city": "Oslo"}'
 ENDS = {COMPLETIONS: "stop", CHAT: "stop", RESPONSES: "completed", MESSAGES: "end_turn"}  # the reason; Ollama: stop
 CUT = {RESPONSES: "incomplete", MESSAGES: "max_tokens"}  # others: length
-NOTE = "[image: not shown, this model reads text only]"
 WEATHER: Any = {
     "type": "function",
     "name": "weather",
@@ -141,47 +140,24 @@ def test_thoughts_are_turned_on_and_off_where_the_template_can(
 
 
 _CALL: dict[str, Any] = {"name": "read", "arguments": {"x": 1}}
+_USE = {"type": "tool_use", "id": "a", "name": "read", "input": {"x": 1}}
+_THOUGHT = {"type": "thinking", "thinking": "Look it up.", "signature": "whatever"}
+_OF_OLLAMA = {"role": "assistant", "content": "", "thinking": "Look it up.", "tool_calls": [{"function": _CALL}]}
+_RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "sunny"}
 
 
 @pytest.mark.parametrize(
-    ("path", "fields"),
+    ("path", "answer", "result"),
     [
-        (
-            MESSAGES,
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {"type": "thinking", "thinking": "Look it up.", "signature": "whatever"},
-                            {"type": "tool_use", "id": "a", "name": "read", "input": {"x": 1}},
-                        ],
-                    },
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "sunny"}]},
-                ]
-            },
-        ),
-        (
-            OLLAMA_CHAT,
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "content": "",
-                        "thinking": "Look it up.",
-                        "tool_calls": [{"function": _CALL}],
-                    },
-                    {"role": "tool", "content": "noon"},
-                ]
-            },
-        ),
+        (MESSAGES, {"role": "assistant", "content": [_THOUGHT, _USE]}, {"role": "user", "content": [_RESULT]}),
+        (OLLAMA_CHAT, _OF_OLLAMA, {"role": "tool", "content": "noon"}),
     ],
     ids=[MESSAGES, OLLAMA_CHAT],
 )
-def test_a_thought_that_is_sent_back_goes_to_the_template(thinking: Server, path: str, fields: dict[str, Any]) -> None:
-    read(thinking.post(path, DIALECTS[path].body() | fields))
+def test_a_thought_that_is_sent_back_goes_to_the_template(
+    thinking: Server, path: str, answer: Any, result: Any
+) -> None:
+    read(thinking.post(path, DIALECTS[path].body(messages=[USER, answer, result])))
     assert "<think>\nLook it up.\n</think>" in thinking.llm.script.prompts[-1]
 
 

@@ -4,11 +4,11 @@ import json
 import logging
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import ValidationError
 
-from serving import serve
+from dialects import DIALECTS
+from serving import post
 from specinfer import RequestError, SamplingParams
 from specinfer.core.sampling import MAX_LOGPROBS, MAX_SEED
 from specinfer.server import anthropic
@@ -337,7 +337,6 @@ def test_blocks_of_anthropic_are_counted_before_they_are_converted() -> None:
 _LOOSE = {"type": "object", "properties": {"m": {"type": "object", "propertyNames": {"pattern": "^a"}}}}
 _FORMAT = {"type": "json_schema", "schema": _LOOSE}
 _FUNCTION = {"name": "f", "parameters": _LOOSE}
-_HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize(
@@ -354,13 +353,7 @@ _HI = [{"role": "user", "content": "hi"}]
 def test_a_keyword_that_is_left_to_the_model_is_named_as_the_client_typed_it(
     path: str, fields: dict[str, Any], named: str
 ) -> None:
-    prompt = {"input": "hi"} if path == "/v1/responses" else {"messages": _HI}
-
-    async def ask(client: httpx.AsyncClient, _: Any) -> httpx.Response:
-        limit = {"max_tokens": 4} if path == "/v1/messages" else {}
-        return await client.post(path, json={"stream": False, **limit, **prompt, **fields})
-
     with scripted(["{}"]) as llm:
-        answer = serve(llm, ask)
+        (answer,) = post(llm, path, DIALECTS[path].body(**fields))
     assert answer.status_code == 200, answer.text
     assert f"{named}.properties.m.propertyNames" in answer.headers[IGNORED_HEADER].split(", ")

@@ -181,17 +181,6 @@ def test_the_answer_continues_a_last_message_of_the_assistant(clients: Clients) 
     assert counted.input_tokens == len(ids)
 
 
-def test_the_context_bounds_limits_that_are_too_large(clients: Clients) -> None:
-    body: Any = {"ignore_eos": True}
-    ids = [{"role": "user", "content": "a" * 1900}]
-    message = clients.anthropic.messages.create(model="tiny", messages=ids, max_tokens=9_999, extra_body=body)
-    assert message.stop_reason == "model_context_window_exceeded"
-    asked = {"model": "tiny", "messages": ids, "options": {"num_predict": 9_999}, "stream": False, **body}
-    answer = httpx.post(f"{clients.url}/api/chat", json=asked, headers={"x-api-key": KEY}).json()
-    assert answer["done_reason"] == "length"
-    assert answer["prompt_eval_count"] + answer["eval_count"] == 2048
-
-
 def test_models_of_ollama(clients: Clients) -> None:
     (model,) = clients.ollama.list().models
     assert (model.model, model.size) == ("tiny", clients.llm.target.loaded.num_bytes)

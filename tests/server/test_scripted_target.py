@@ -1,22 +1,21 @@
 """The scripted target: exactly the texts of its script, with trees, grammars and over HTTP."""
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from served_command import PATIENCE, status_of
 from serving import choices_of, post
 from specinfer import LLM, SamplingParams
 from tests.server import scripted_target
 from tests.server.scripted_target import TEMPLATES, scripted
+from worlds import await_that, free_port
 
 CALL = '<tool_call>\n{"name": "read_file", "arguments": {"path": "notes.txt"}}\n</tool_call>'
 ANSWER = "The notes say: buy milk, buy bread, buy milk, buy bread, buy milk. \u00e9\u20ac\U0001f642"
@@ -104,24 +103,15 @@ def test_a_thinking_template_writes_thoughts_and_calls() -> None:
 @pytest.mark.slow
 def test_a_process_serves_a_script(tmp_path: Path) -> None:
     (tmp_path / "turns.json").write_text(json.dumps([ANSWER]))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = [sys.executable, scripted_target.__file__, str(tmp_path / "turns.json"), "--port", str(port)]
-    with subprocess.Popen(words, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}) as served_by:
+    with (
+        subprocess.Popen(words, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as client,
+    ):
         try:
-            url = f"http://127.0.0.1:{port}"
-            with httpx.Client(timeout=30, trust_env=False) as client:
-                _wait_until_ready(client, url)
-                answer = client.post(f"{url}/v1/chat/completions", json={"messages": [USER]})
+            await_that(lambda: status_of(client) == 200, PATIENCE)
+            answer = client.post("/v1/chat/completions", json={"messages": [USER]})
         finally:
-            served_by.terminate()
+            process.terminate()
     assert answer.json()["choices"][0]["message"]["content"] == ANSWER
-
-
-def _wait_until_ready(client: httpx.Client, url: str) -> None:
-    for _ in range(300):
-        with contextlib.suppress(httpx.TransportError):
-            if client.get(f"{url}/health/ready").status_code == 200:
-                return
-        time.sleep(0.2)
-    pytest.fail("the server was not ready in time")

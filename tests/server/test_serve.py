@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from served_command import status_of
 from serving import error_of, events_of, slow_steps
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.errors import ModelError
@@ -67,7 +68,7 @@ def run(
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
             try:
                 if waits:
-                    await_that(lambda: is_up(client), 60)
+                    await_that(lambda: status_of(client) == 200, 60)
                 return work(client)
             finally:
                 if ends:
@@ -77,12 +78,6 @@ def run(
         future = pool.submit(call)
         code = process.run(service)
         return code, future.result(20)
-
-
-def is_up(client: httpx.Client) -> bool:
-    with contextlib.suppress(httpx.ConnectError):
-        return client.get("/health/ready").status_code == 200
-    return False
 
 
 def streams(client: httpx.Client, count: int, pool: ThreadPoolExecutor) -> Callable[[], list[httpx.Response]]:
@@ -101,7 +96,7 @@ def test_streams_end_in_time_or_with_an_error_when_the_server_is_stopped(llm: LL
         with ThreadPoolExecutor(8) as pool:
             answers = streams(client, 8, pool)
             os.kill(os.getpid(), signal.SIGTERM)
-            await_that(lambda: client.get("/health/ready").status_code == 503, 60)
+            await_that(lambda: status_of(client) == 503, 60)
             assert client.get("/health").status_code == 200
             refused = client.post("/v1/completions", json=LONG)
             assert refused.status_code == 503
@@ -130,7 +125,7 @@ def test_a_second_signal_ends_at_once(llm: LLM) -> None:
         with ThreadPoolExecutor(2) as pool:
             answers = streams(client, 2, pool)
             os.kill(os.getpid(), signal.SIGINT)
-            await_that(lambda: client.get("/health/ready").status_code == 503, 60)
+            await_that(lambda: status_of(client) == 503, 60)
             os.kill(os.getpid(), signal.SIGINT)
             return answers()
 
@@ -156,7 +151,7 @@ def test_a_pass_that_takes_long_is_left_behind_by_a_second_signal(llm: LLM, monk
             answer = pool.submit(client.post, "/v1/completions", json=LONG)
             assert computes.wait(10)
             os.kill(os.getpid(), signal.SIGINT)
-            await_that(lambda: client.get("/health/ready").status_code == 503, 60)
+            await_that(lambda: status_of(client) == 503, 60)
             os.kill(os.getpid(), signal.SIGINT)
             with contextlib.suppress(httpx.HTTPError):
                 answer.result(20)
@@ -279,17 +274,13 @@ def test_the_port_answers_while_the_model_loads(llm: LLM) -> None:
         return llm
 
     def work(client: httpx.Client) -> None:
-        def answers() -> bool:
-            with contextlib.suppress(httpx.ConnectError):
-                return error_of(client.get("/health"))["code"] == "loading"
-            return False
-
-        await_that(answers, 60)
+        await_that(lambda: status_of(client, "/health") == 503, 60)
+        assert error_of(client.get("/health"))["code"] == "loading"
         refused = client.post("/v1/completions", json=LONG)
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "5"
         ready.set()
-        await_that(lambda: is_up(client), 60)
+        await_that(lambda: status_of(client) == 200, 60)
 
     assert run(load, work, waits=False)[0] == 0
 
@@ -302,12 +293,7 @@ def test_a_signal_while_the_model_loads_ends_the_server() -> None:
         raise ModelError("given up")
 
     def work(client: httpx.Client) -> None:
-        def answers() -> bool:
-            with contextlib.suppress(httpx.ConnectError):
-                return client.get("/health").status_code == 503
-            return False
-
-        await_that(answers, 60)
+        await_that(lambda: status_of(client, "/health") == 503, 60)
 
     left: list[int] = []
     try:
@@ -350,7 +336,7 @@ def test_a_unix_socket_is_for_its_owner_and_removed_at_the_end(llm: LLM, tmp_pat
 
     def call() -> int:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
-            await_that(lambda: is_up(client), 60)
+            await_that(lambda: status_of(client) == 200, 60)
             mode = path.stat().st_mode & 0o777
             with pytest.raises(OSError, match="in use"), listening(config):
                 pass

@@ -30,6 +30,13 @@ def group_of(leader: int) -> list[int]:
     return found
 
 
+def status_of(client: httpx.Client, path: str = "/health/ready") -> int:
+    """The status of an answer; 0 if there is none."""
+    with suppress(httpx.TransportError):
+        return client.get(path).status_code
+    return 0
+
+
 class ServedCommand:
     """A server that was started, and a client of it; its process leads a group.
 
@@ -61,14 +68,8 @@ class ServedCommand:
         (child,) = children_of(self.process.pid)
         return child
 
-    def status(self, path: str = "/health") -> int:
-        """The status of an answer; 0 if there is none."""
-        with suppress(httpx.TransportError):
-            return self.client.get(path).status_code
-        return 0
-
     def is_up(self) -> bool:
-        return self.status("/health/ready") == 200
+        return status_of(self.client) == 200
 
     def wait(self, holds: Callable[[], bool], seconds: float = PATIENCE) -> float:
         """The seconds until something is so."""
@@ -99,7 +100,7 @@ def serving(*words: str, is_ready: bool = True, **given: Any) -> Iterator[Served
     """A server that is ready, or at least answers; it is ended by SIGTERM."""
     server = ServedCommand(*words, **given)
     try:
-        server.wait(server.is_up if is_ready else lambda: server.status() != 0)
+        server.wait(server.is_up if is_ready else lambda: status_of(server.client) != 0)
         yield server
         server.stop()
     finally:
