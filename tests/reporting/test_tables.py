@@ -1,23 +1,19 @@
 """Tables are made of columns, which are functions of a row."""
 
-import io
-
-from rich.console import Console
-
-from specinfer.reporting.tables import Column, print_rows
+from reports import shown
+from specinfer.reporting.report import Report, Table, Value
 
 Row = tuple[int, str, float]
-COLUMNS = (
-    Column[Row]("batch", lambda row: str(row[0]), label=True, once=True),
-    Column[Row]("tree", lambda row: row[1], label=True, once=True),
-    Column[Row]("speed", lambda row: f"{row[2]:.1f}"),
+VALUES = (
+    Value[Row]("batch", lambda row: row[0], once=True),
+    Value[Row]("tree", lambda row: row[1], label=True, once=True),
+    Value[Row]("speed", lambda row: row[2], "{:.1f}"),
 )
 
 
 def lines(*rows: Row) -> list[str]:
-    text = io.StringIO()
-    print_rows(Console(file=text, width=40), "Speeds", COLUMNS, rows)
-    return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+    text = shown(Report([], [Table("speeds", "Speeds", VALUES, rows)]), 40)
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
 def test_a_table_has_a_title_headings_and_a_line_for_each_row() -> None:

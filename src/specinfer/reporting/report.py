@@ -20,7 +20,7 @@ from specinfer.reporting.environment import Environment, surroundings
 from specinfer.reporting.files import check_files, options_of, write_files
 from specinfer.reporting.progress_bar import stage_bar
 from specinfer.reporting.spread import Spread
-from specinfer.reporting.tables import Column, print_rows
+from specinfer.reporting.tables import new_table, print_table
 
 C = TypeVar("C", contravariant=True)
 M = TypeVar("M")
@@ -36,7 +36,8 @@ class Value(Generic[R]):
         read: Function that returns the value of a row. Of a `Spread` the table shows the median; None is left blank.
         form: Format of the table's cell, or None for a value that is only written.
         label: Whether the column is aligned to the left, as the first one is.
-        once: Whether the cell is left blank where it repeats the row above.
+        once: Whether the cell is left blank where it, and all such cells to its left, repeat the row above. A new value
+            begins a section.
         optional: Whether JSON has no field where there is no value.
     """
 
@@ -88,11 +89,22 @@ class Table(Generic[R]):
         return [fields_of(self.values, row) for row in self.rows]
 
     def print(self, console: Console) -> None:
-        columns = [
-            Column[R](value.title, value.cell, label=value.label or number == 0, once=value.once)
-            for number, value in enumerate(each for each in self.values if each.form is not None)
-        ]
-        print_rows(console, self.title, columns, self.rows)
+        """Print the table, with a line between the sections that its `once` columns form."""
+        values = [value for value in self.values if value.form is not None]
+        labels = [number for number, value in enumerate(values) if value.label or number == 0]
+        table, above = new_table(*(value.title for value in values), labels=labels), list[str]()
+        for row in self.rows:
+            cells = [value.cell(row) for value in values]
+            shown, repeats = list(cells), bool(above)
+            for number, value in enumerate(values):
+                if value.once:
+                    repeats = repeats and cells[number] == above[number]
+                    shown[number] = "" if repeats else cells[number]
+            if above and not repeats and any(value.once for value in values):
+                table.add_section()
+            table.add_row(*shown)
+            above = cells
+        print_table(console, self.title, table)
         if self.note:
             console.print(self.note, highlight=False)
 

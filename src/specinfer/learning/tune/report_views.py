@@ -72,7 +72,7 @@ def _tables(report: TuneReport, mode: str) -> Iterator[tuple[str, Table]]:
 
 def _passes_table(passes: Sequence[Passes]) -> Table:
     counts = sorted({len(each.arm.drafters) for each in passes})
-    table = new_table("drafters", "tree of each", *map(str, counts), num_labels=2)
+    table = new_table("drafters", "tree of each", *map(str, counts), labels=(0, 1))
     for kind, tree in dict.fromkeys((each.arm.kind, each.arm.tree) for each in passes):
         cells = {
             len(each.arm.drafters): f"{each.tokens_per_pass:.3f} ({each.nodes:.1f})"
