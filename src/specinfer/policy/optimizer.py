@@ -70,8 +70,7 @@ def choose_each(expected: ExpectedYield, costs: CostModel) -> Ints:
 
     First the best single alternative for all requests is found, with models and without. Then each request chooses by
     itself, at the token rate and the price of a node and a level that follow from the choice before (Dinkelbach's rule
-    for the best ratio), as long as that is better. Finally each request chooses once more exactly, with the others
-    fixed.
+    for the best ratio), as long as that is better. Finally one request after the other changes its choice, exactly.
 
     Args:
         expected: Yield of each request, [requests, alternatives].
@@ -84,7 +83,7 @@ def choose_each(expected: ExpectedYield, costs: CostModel) -> Ints:
         return np.full(1, best)
     starts = {best, int(np.where(alike.levels > 0, 0.0, rates).argmax())}
     refined = [_refine(expected, costs, start, float(rates[start])) for start in starts]
-    return _choose_each_again(expected, costs, max(refined, key=lambda result: result[0])[1])
+    return _improve(expected, costs, max(refined, key=lambda result: result[0])[1])
 
 
 def _refine(expected: ExpectedYield, costs: CostModel, start: int, rate: float) -> tuple[float, Ints]:
@@ -106,12 +105,18 @@ def _refine(expected: ExpectedYield, costs: CostModel, start: int, rate: float) 
     return rate, chosen
 
 
-def _choose_each_again(expected: ExpectedYield, costs: CostModel, chosen: Ints) -> Ints:
-    """Let each request choose once more, exactly: the best for the whole batch with the other choices fixed."""
+def _improve(expected: ExpectedYield, costs: CostModel, chosen: Ints) -> Ints:
+    """Change the choice of one request at a time, the one that gains the batch most, until none gains."""
     each = np.arange(len(chosen))
-    for i in each:
-        others = expected[each, chosen][each != i].together()
-        chosen[i] = expected[i].plus(others).rates(costs, len(chosen)).argmax()
+    for _ in each:
+        batch = expected[each, chosen]
+        levels = np.where(np.eye(len(chosen), dtype=np.bool_), 0.0, batch.levels).max(axis=1)
+        others = ExpectedYield(batch.tokens.sum() - batch.tokens, batch.nodes.sum() - batch.nodes, levels)
+        rates = expected.plus(others[:, None]).rates(costs, len(chosen))
+        request, best = np.unravel_index(rates.argmax(), rates.shape)
+        if chosen[request] == best:
+            break
+        chosen[request] = best
     return chosen
 
 
