@@ -13,20 +13,9 @@ from reference.heads import SlowBlock, SlowEagle3
 from reference.texts import hidden_states
 from specinfer import SamplingParams
 from specinfer.core.tree import TokenTree
-from tiny import make_model, save_model
 
-LAYERS = 8
+LAYERS = 8  # of the target
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model("llama", num_hidden_layers=LAYERS)
 
 
 def _slow_tree(slow: SlowBlock, rows: Any, anchor: int, widths: Sequence[int], ids: Sequence[int]) -> TokenTree:

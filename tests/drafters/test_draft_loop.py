@@ -27,6 +27,7 @@ from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance, verify
 from tiny import VOCAB, make_request, random_prompts, resized, save_model
 
+LAYERS = 8  # of the target
 GREEDY, SAMPLED = SamplingParams(temperature=0.0, max_tokens=99), SamplingParams(temperature=0.8, max_tokens=99)
 BUDGETS = {
     "best first": [TreeBudget(12, 4), TreeBudget(3, 5), TreeBudget(30, 3, min_path_prob=0.05)],
@@ -281,11 +282,6 @@ def test_a_draft_continues_with_other_weights(runner_of: Callable[..., ModelRunn
         drafter.replace(runner_of("llama", seed=5).loaded)
     (after,) = twins.draft([request], [TreeBudget(12, 4)])
     assert before.tokens != after.tokens
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=8)
 
 
 HEADS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 
 import reference
 from assistants import save_assistant
-from heads import ids_of, llm_of, outputs_beside_an_abort, save_block, save_eagle3
+from heads import llm_of, outputs_beside_an_abort, save_block, save_eagle3, texts_of
 from pair_heads import save_eagle, save_mtp
 from reference.texts import assert_first_tokens_are_distributed_as_the_models
 from specinfer import LLM, SamplingParams
@@ -97,10 +97,6 @@ def _small_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_context, "_PAGE", 1)
 
 
-def _texts(llm: LLM, prompts: Sequence[Sequence[int]], params: Any = GREEDY) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in llm.generate(ids_of(prompts), params, use_tqdm=False)]
-
-
 def _check_nothing_is_left(llm: LLM) -> None:
     assert llm.drafter is not None
     for slots in (llm.target.cache, *(drafter.runner.cache for drafter in llm.drafter.models)):
@@ -151,7 +147,7 @@ def test_greedy_text_is_that_of_transformers(
         options = options | {"offload_folder": tmp_path}
     with pair_of(kind).llm(*more, tree=tree, **options) as llm:
         for prompts in (PROMPTS, PROMPTS[1:2]):  # the second time from a cached prefix
-            assert _texts(llm, prompts) == greedy_text(kind, prompts)
+            assert texts_of(llm, prompts, GREEDY) == greedy_text(kind, prompts)
         _check_nothing_is_left(llm)
 
 
@@ -162,7 +158,7 @@ def sampled_text(pair_of: Callable[[str], Pair]) -> Callable[[str], list[list[in
     @cache
     def text(target: Path) -> list[list[int]]:
         with llm_of(target, tree="off") as llm:
-            return _texts(llm, SAMPLED_PROMPTS, SAMPLED)
+            return texts_of(llm, SAMPLED_PROMPTS, SAMPLED)
 
     return lambda kind: text(pair_of(kind).target)
 
@@ -189,7 +185,7 @@ def test_sampled_text_does_not_depend_on_the_drafter(
     sampled_text: Callable[[str], list[list[int]]],
 ) -> None:
     with pair_of(kind).llm(*more, tree=tree) as llm:
-        assert _texts(llm, SAMPLED_PROMPTS, SAMPLED) == sampled_text(kind)
+        assert texts_of(llm, SAMPLED_PROMPTS, SAMPLED) == sampled_text(kind)
 
 
 HEADS, COPIES = ("EAGLE-3", "DFlash", "DSpark", "deep small"), ("small", "copy", "sparse")
@@ -215,7 +211,7 @@ def test_drafters_that_are_chosen_or_not_change_no_text(
 ) -> None:
     first, *others = kinds
     with pair_of(first).llm(*(pair_of(kind).drafter for kind in others), "suffix", **options) as llm:
-        assert _texts(llm, SAMPLED_PROMPTS, SAMPLED) == sampled_text(first)
+        assert texts_of(llm, SAMPLED_PROMPTS, SAMPLED) == sampled_text(first)
         _check_nothing_is_left(llm)
         assert llm.drafter is not None
         assert llm.drafter.num_failures == {}
@@ -263,7 +259,7 @@ def test_preempted_and_aborted_requests_leave_nothing(
     wanted = greedy_text(kind, prompts)
     limits = {"max_num_seqs": 4 * num_copies, "max_model_len": 64, "kv_cache_memory_bytes": memory}
     with pair_of(kind).llm(tree="2,2,1", **limits) as llm:
-        assert _texts(llm, prompts * num_copies) == wanted * num_copies
+        assert texts_of(llm, prompts * num_copies, GREEDY) == wanted * num_copies
         assert llm.engine.metrics.num_preempted > 0
         assert outputs_beside_an_abort(llm, prompts, GREEDY) == wanted[1:]
         _check_nothing_is_left(llm)

@@ -17,7 +17,17 @@ from typer.testing import CliRunner
 
 import reference
 from benchmarks.program import app as laboratory
-from heads import check_growth, drafter_of, ids_of, llm_of, save_cycle, save_eagle3, save_tiny_block
+from heads import (
+    check_growth,
+    cycle_text,
+    drafter_of,
+    ids_of,
+    llm_of,
+    save_cycle,
+    save_eagle3,
+    save_tiny_block,
+    texts_of,
+)
 from pair_heads import save_eagle
 from reference.heads import SlowEagle3, slow_tree, tensors_of
 from reference.texts import hidden_states
@@ -34,18 +44,8 @@ from specinfer.model.runner import ModelRunner
 from specinfer.ops.quantized_linear import QuantizedLinear
 from tiny import make_model, random_prompts, save_model, save_tokenizer
 
-LAYERS = 8
+LAYERS = 8  # of the target
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model("llama", num_hidden_layers=LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +187,7 @@ def test_the_dialect_that_agrees_with_the_target_is_chosen_and_logged(
     cycle: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, head = cycle
-    generated = [1]
-    while len(generated) < 48:
-        generated.append((generated[-1] * 5 + 3) % 64)
+    generated = cycle_text(48)
     monkeypatch.setattr("specinfer.drafters.dialect_choice.common_tokens", lambda *_: generated)
     copied = tmp_path / "head"
     shutil.copytree(head, copied)
@@ -224,9 +222,7 @@ def test_passes_are_captured_when_it_is_known_what_they_store(
 def test_a_cached_prefix_does_not_change_what_is_accepted(cycle: tuple[Path, Path]) -> None:
     """Other engines draft blindly after a hit, since cached tokens have no hidden states there."""
     target, head = cycle
-    prompt = [1]
-    while len(prompt) < 200:
-        prompt.append((prompt[-1] * 5 + 3) % 64)
+    prompt = cycle_text(200)
     params = SamplingParams(temperature=0, max_tokens=29)
     with llm_of(target, head, tree="1,1,1,1,1,1") as llm:
         assert _acceptance(llm, [prompt[:192]], params) == 6
@@ -259,7 +255,7 @@ def test_a_target_on_several_ranks_has_a_head_too(sizes: tuple[int, int], target
     prompts = random_prompts([8, 20])
     ranks = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
     with llm_of(target, head, tree="2,2,1", **ranks) as llm:
-        found = [list(one.outputs[0].token_ids) for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
+        found = texts_of(llm, prompts, GREEDY)
         request = Request("one", random_prompts([30])[0], GREEDY, seed=0, cache_salt=None)
         llm.engine.add(request)
         while request.num_output < 12:
@@ -279,7 +275,7 @@ def test_a_quantized_head_drafts_for_the_same_text(quantization: str, target: Pa
         assert loaded.quantization == quantization
         output_head: Any = loaded.model.lm_head
         assert output_head.bits == int(quantization.removeprefix("int")), "as few as the layers"
-        found = [list(one.outputs[0].token_ids) for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
+        found = texts_of(llm, prompts, GREEDY)
     assert found == [reference.greedy(model, prompt, 24) for prompt in prompts]
 
 

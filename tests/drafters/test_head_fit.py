@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from assistants import save_assistant
-from heads import llm_of, save_block, save_cycle, save_eagle3
+from heads import cycle_text, drafter_of, llm_of, save_block, save_cycle, save_eagle3
 from pair_heads import save_eagle
 from reference.heads import SlowBlock
 from reference.texts import hidden_states
 from specinfer.core.errors import ModelError
-from specinfer.drafters.block_drafter import BlockDrafter
 from specinfer.drafters.dialect_choice import _block_agreement, _target_choices
 from tiny import make_model, quick, random_prompts, save_model, save_tokenizer
 
@@ -173,9 +172,7 @@ def test_a_head_that_drafts_well_is_not_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, head = save_cycle(tmp_path)
-    generated = [1]
-    while len(generated) < 48:
-        generated.append((generated[-1] * 5 + 3) % 64)
+    generated = cycle_text(48)
     monkeypatch.setattr("specinfer.drafters.dialect_choice.common_tokens", lambda *_: generated)
     llm_of(target, head)
     assert not [one for one in caplog.records if WARNING in one.getMessage()]
@@ -190,8 +187,7 @@ def test_the_agreement_of_a_block_head_is_that_of_the_first_tokens_of_its_blocks
     embedding, output = (one.weight.detach() for one in (model.model.embed_tokens, model.lm_head))
     slow, first = SlowBlock(head, embedding, output), int(kind != "dspark")
     with llm_of(target, head) as llm:
-        assert llm.drafter is not None
-        (runner,) = [one.runner for one in llm.drafter.drafters if isinstance(one, BlockDrafter)]
+        runner = drafter_of(llm).runner
         _target_choices(runner, ids)
         states = hidden_states(model, ids, runner.head.reads)
         wanted = torch.zeros(40, dtype=torch.long)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import reference
-from heads import check_growth, ids_of, llm_of, save_cycle
+from heads import check_growth, cycle_text, ids_of, llm_of, save_cycle, texts_of
 from pair_heads import LAYERS, MTP_FAMILIES, save_eagle, save_mtp
 from reference.heads import slow_eagle, slow_tree, tensors_of
 from specinfer import LLM, SamplingParams
@@ -24,10 +24,6 @@ from specinfer.model.load import load_model
 from tiny import make_model, random_prompts, save_model, save_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
-
-
-def _texts(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(one.outputs[0].token_ids) for one in llm.generate(ids_of(prompts), GREEDY, use_tqdm=False)]
 
 
 def _last_states(model: Any, tokens: Sequence[int], *, is_normed: bool = True) -> Tensor:
@@ -83,7 +79,7 @@ def test_growth_of_an_mtp_layer_follows_the_formulas(family: str, tmp_path: Path
     with llm_of(tmp_path, "mtp", tree="1") as llm:
         _check_growth(llm, slow, model)
         prompts = random_prompts([7, 20])
-        assert _texts(llm, prompts) == [reference.greedy(model, prompt, 16) for prompt in prompts]
+        assert texts_of(llm, prompts, GREEDY) == [reference.greedy(model, prompt, 16) for prompt in prompts]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
@@ -147,9 +143,7 @@ def _empty_layer(at: str) -> dict[str, Tensor]:
 def test_a_perfect_head_is_accepted_at_every_level(make: Any, tree: str, tmp_path: Path) -> None:
     target, eagle3 = save_cycle(tmp_path)
     head = eagle3 if make is None else make(target, tmp_path / "eagle")
-    prompt = [1]
-    while len(prompt) < 20:
-        prompt.append((prompt[-1] * 5 + 3) % 64)
+    prompt = cycle_text(20)
     with llm_of(target, head, tree=tree) as llm:
         for num_tokens in (43, 42):  # the second time the prompt is cached, and the first pass has a tree too
             params = SamplingParams(temperature=0, max_tokens=num_tokens)
@@ -173,7 +167,7 @@ def test_a_streamed_target_with_experts_has_its_mtp_layer_too(tmp_path: Path) ->
     model, _ = save_mtp(tmp_path / "target", "glm4_moe")
     prompts = random_prompts([8, 20])
     with llm_of(tmp_path / "target", "mtp", tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
-        assert _texts(llm, prompts) == [reference.greedy(model, prompt, 16) for prompt in prompts]
+        assert texts_of(llm, prompts, GREEDY) == [reference.greedy(model, prompt, 16) for prompt in prompts]
 
 
 # ------------------------------------------------------------------------------------------ bad input

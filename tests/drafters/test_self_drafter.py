@@ -7,7 +7,7 @@ import pytest
 
 import reference
 from adapters import save_adapter
-from heads import llm_of
+from heads import accepted_share, drafter_of, llm_of, texts_of
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request
@@ -20,30 +20,22 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = random_prompts([5, 40, 1, 17])
 
 
-def _texts(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
-    return [list(one.outputs[0].token_ids) for one in outputs]
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text-shared", "gpt_neox", "lfm2", "qwen3_5_text"])
 def test_a_copy_of_8_bits_is_accepted_at_nearly_every_level(family: str, tmp_path: Path) -> None:
     with LLM(save_model(tmp_path, family), drafters="self:int8", dtype="float32", tree="1,1,1,1") as llm:
-        _texts(llm)
-        steps = [step for step in llm.engine.metrics.recent if step.num_guessed]
-        num_accepted = sum(step.num_generated - step.num_requests for step in steps)
-        assert num_accepted / sum(step.num_guessed for step in steps) > 0.85
+        texts_of(llm, PROMPTS, GREEDY)
+        assert accepted_share(llm) > 0.85
 
 
 def test_a_streamed_target_drafts_with_a_copy_that_stays_in_memory(target: Path, model: Any, tmp_path: Path) -> None:
     with llm_of(target, "self:int4", tree="2,2,1", offload="disk", offload_folder=tmp_path) as llm:
-        assert _texts(llm) == [reference.greedy(model, prompt, 24) for prompt in PROMPTS]
-        assert llm.drafter is not None
-        (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, SelfDrafter)]
+        assert texts_of(llm, PROMPTS, GREEDY) == [reference.greedy(model, prompt, 24) for prompt in PROMPTS]
+        drafter = drafter_of(llm, SelfDrafter)
         stream = drafter.runner.loaded.stream
         assert stream is not None
         assert (stream.num_resident, stream.bytes_per_pass) == (stream.num_layers, 0)
         read = stream.bytes_read
-        _texts(llm)
+        texts_of(llm, PROMPTS, GREEDY)
         assert stream.bytes_read == read
 
 
@@ -63,9 +55,7 @@ def test_a_copy_drafts_with_the_adapter_of_the_request(target: Path, tmp_path: P
     for options in ({}, {"lora_request": LoRARequest("a", 1, str(adapter))}):
         with llm_of(target, "self:int8", tree="1,1,1", enable_lora=True) as llm:
             texts = llm.generate(prompts, GREEDY, use_tqdm=False, **options)  # type: ignore[arg-type]
-            steps = [step for step in llm.engine.metrics.recent if step.num_guessed]
-            num_accepted = sum(step.num_generated - step.num_requests for step in steps)
-            shares.append((num_accepted / sum(step.num_guessed for step in steps), texts[0].outputs[0].token_ids))
+            shares.append((accepted_share(llm), texts[0].outputs[0].token_ids))
     (plain, text), (adapted, other) = shares
     assert text != other
     assert adapted > 0.85 < plain
@@ -96,8 +86,7 @@ def test_a_copy_is_scored_once_on_text_that_it_missed(name: str, target: Path, m
     """The target's own weights are right about all of its greedy text."""
     prompt = PROMPTS[1]
     with llm_of(target, name, tree="1") as llm:
-        assert llm.drafter is not None
-        (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, SelfDrafter)]
+        drafter = drafter_of(llm, SelfDrafter)
         drafter._scoring = Scoring("shared-noise", drafter.vocabulary)
         request = Request("one", list(prompt), GREEDY, seed=0)
         llm.engine.add(request)

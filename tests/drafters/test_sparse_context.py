@@ -9,7 +9,7 @@ import torch
 
 import reference
 from adapters import save_adapter
-from heads import llm_of
+from heads import accepted_share, drafter_of, llm_of, texts_of
 from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.drafters import sparse_context
@@ -26,16 +26,6 @@ def small_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out much of contexts that tiny models can have."""
     monkeypatch.setattr(sparse_context, "_LEAST", 12)
     monkeypatch.setattr(sparse_context, "_PAGE", 1)
-
-
-def _texts(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
-    return [list(one.outputs[0].token_ids) for one in outputs]
-
-
-def _acceptance(llm: LLM) -> float:
-    steps = [step for step in llm.engine.metrics.recent if step.num_guessed]
-    return sum(one.num_generated - one.num_requests for one in steps) / sum(one.num_guessed for one in steps)
 
 
 @pytest.mark.parametrize("num_known", [257, 300, 1000, 4096, 16_384, 100_000])
@@ -78,8 +68,10 @@ def test_other_families_generate_their_own_text_too(family: str, tmp_path: Path)
     """With windows, with learned positions or biases by distance: true positions are what they need."""
     folder = save_model(tmp_path, family)
     with llm_of(folder, "self:sparse", tree="2,1,1") as llm:
-        assert _texts(llm) == [reference.greedy(make_model(family), prompt, 24) for prompt in PROMPTS]
-        assert 0.2 < _acceptance(llm) < 1
+        assert texts_of(llm, PROMPTS, GREEDY) == [
+            reference.greedy(make_model(family), prompt, 24) for prompt in PROMPTS
+        ]
+        assert 0.2 < accepted_share(llm) < 1
 
 
 def test_drafts_over_a_whole_context_are_all_accepted_with_adapters_too(target: Path, tmp_path: Path) -> None:
@@ -90,15 +82,14 @@ def test_drafts_over_a_whole_context_are_all_accepted_with_adapters_too(target: 
             params = SamplingParams(temperature=0.0, max_tokens=25)  # the last tree is not cut
             (output,) = llm.generate([{"prompt_token_ids": PROMPTS[1]}], params, use_tqdm=False, lora_request=lora)
             texts.append(output.outputs[0].token_ids)
-            assert _acceptance(llm) == 1
+            assert accepted_share(llm) == 1
     assert texts[0] != texts[1]
 
 
 @pytest.mark.usefixtures("small_part")
 def test_drafts_attend_to_that_part_at_true_positions(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with llm_of(target, "self:sparse", tree="2,1") as llm:
-        assert llm.drafter is not None
-        (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, SelfDrafter)]
+        drafter = drafter_of(llm, SelfDrafter)
         pieces, forward = [], drafter.runner.forward
         monkeypatch.setattr(drafter.runner, "forward", lambda some: pieces.extend(some) or forward(some))
         llm.generate([{"prompt_token_ids": PROMPTS[1]}], GREEDY, use_tqdm=False)
@@ -113,8 +104,7 @@ def test_drafts_attend_to_that_part_at_true_positions(target: Path, monkeypatch:
 
 def test_weights_of_the_target_are_not_loaded_twice(target: Path) -> None:
     with llm_of(target, "self:sparse") as llm:
-        assert llm.drafter is not None
-        (drafter,) = [one for one in llm.drafter.drafters if isinstance(one, SelfDrafter)]
+        drafter = drafter_of(llm, SelfDrafter)
         assert drafter.runner.loaded.model is llm.target.loaded.model
 
 

@@ -152,6 +152,14 @@ def _cycle_step() -> Tensor:
     return step
 
 
+def cycle_text(length: int, first: int = 1) -> list[int]:
+    """Return what the target of `save_cycle` generates from this token on."""
+    text = [first]
+    while len(text) < length:
+        text.append((text[-1] * 5 + 3) % _CYCLE)
+    return text
+
+
 def save_cycle(folder: Path) -> tuple[Path, Path]:
     """Write a target in which token t is followed by (5 t + 3) mod 64, and an EAGLE-3 head that knows it.
 
@@ -277,16 +285,27 @@ def llm_of(target: Path, *drafters: Path | str, **options: Any) -> LLM:
     return LLM(target, drafters=[str(one) for one in drafters], **({"dtype": "float32", "max_num_seqs": 4} | options))
 
 
-def drafter_of(llm: LLM) -> FeatureDrafter:
-    """Return the only drafter that grows trees with a head."""
+def drafter_of(llm: LLM, kind: type[Any] = FeatureDrafter) -> Any:
+    """Return the only drafter of a kind: one that grows trees with a head, if no other is named."""
     assert llm.drafter is not None
-    (one,) = [one for one in llm.drafter.drafters if isinstance(one, FeatureDrafter)]
-    return one
+    (drafter,) = [drafter for drafter in llm.drafter.models if isinstance(drafter, kind)]
+    return drafter
 
 
 def ids_of(prompts: Sequence[Sequence[int]]) -> list[Any]:
     """Return token ids as `LLM.generate` takes them."""
     return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
+
+def texts_of(llm: LLM, prompts: Sequence[Sequence[int]], params: Any) -> list[list[int]]:
+    """Return the tokens generated after each prompt."""
+    return [list(output.outputs[0].token_ids) for output in llm.generate(ids_of(prompts), params, use_tqdm=False)]
+
+
+def accepted_share(llm: LLM) -> float:
+    """Return the share of the draft tokens of all steps that were accepted."""
+    steps = [step for step in llm.engine.metrics.recent if step.num_guessed]
+    return sum(step.num_generated - step.num_requests for step in steps) / sum(step.num_guessed for step in steps)
 
 
 def check_growth(

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from heads import drafter_of, ids_of, llm_of, save_cycle, save_eagle3
 from reference.heads import SlowEagle3, slow_tree
 from reference.texts import hidden_states
@@ -13,16 +11,11 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters import SmallModelDrafter
 from specinfer.drafters.merge.scoring import Scoring
-from tiny import make_model, paths_of, random_prompts, save_model
+from tiny import paths_of, random_prompts, save_model
 
-LAYERS = 8
+LAYERS = 8  # of the target
 CYCLE = [63, 62, 57, 32, 35, 50, 61, 52]  # text of the target that is a cycle
 GREEDY = SamplingParams(temperature=0.0, max_tokens=90)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=LAYERS)
 
 
 def _losses(slow: SlowEagle3, model: Any, tokens: list[int], start: int, end: int, step: int) -> list[float]:
@@ -38,9 +31,8 @@ def _losses(slow: SlowEagle3, model: Any, tokens: list[int], start: int, end: in
     return losses
 
 
-def test_a_head_is_scored_on_drafts_of_text_that_it_missed(target: Path, tmp_path: Path) -> None:
+def test_a_head_is_scored_on_drafts_of_text_that_it_missed(target: Path, model: Any, tmp_path: Path) -> None:
     """The slow twin computes every draft anew, without a cache; prompt and output are scored apart, each once."""
-    model = make_model("llama", num_hidden_layers=LAYERS)
     slow = SlowEagle3(save_eagle3(tmp_path / "head"), model.model.embed_tokens.weight.detach())
     with llm_of(target, tmp_path / "head", tree="1") as llm:
         drafter = drafter_of(llm)
