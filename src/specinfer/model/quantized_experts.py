@@ -34,8 +34,8 @@ class QuantizedExperts(nn.Module):
         parts = list(experts)
         self._gated, self._down = [gated for gated, _, _, _ in parts], [down for _, _, down, _ in parts]
         linears = [linear for _, linears, down, _ in parts for linear in (*linears, down)]
-        self.calls = [one for one in linears if isinstance(one, LinearCall)]
-        self.linears = nn.ModuleList(one for one in linears if isinstance(one, nn.Module))
+        self.calls = [linear for linear in linears if isinstance(linear, LinearCall)]
+        self.linears = nn.ModuleList(linear for linear in linears if isinstance(linear, nn.Module))
         self.pairs: list[tuple[Any, Any]] = [(linears[0], down) for _, linears, down, _ in parts]
         endings = {ending for _, _, _, ending in parts}
         self.ending = endings.pop() if len(endings) == 1 else None
@@ -73,20 +73,27 @@ def can_quantize_experts(module: nn.Module) -> bool:
     return down is not None and down.ndim == 3 and is_known and not getattr(module, "has_post_expert_norm", False)
 
 
+def _names_of_stacks(model: nn.Module, inside: tuple[str, ...] = ("",)) -> list[str]:
+    """Return the names of experts in stacks that begin with one of these."""
+    modules = model.named_modules()
+    return [name for name, module in modules if name.startswith(inside) and can_quantize_experts(module)]
+
+
 def quantize_experts(model: nn.Module, inside: tuple[str, ...], bits: Bits) -> None:
     """Replace the experts of a model on a CPU by ones whose matrices are rounded.
 
     Args:
         inside: What the names of modules in decoder layers begin with.
     """
-    names = [name for name, one in model.named_modules() if name.startswith(inside) and can_quantize_experts(one)]
-    for name in names:  # one after the other, so that the numbers of few are in memory with their codes
+    for name in _names_of_stacks(
+        model, inside
+    ):  # one after the other, so that the numbers of few are in memory with their codes
         model.set_submodule(name, QuantizedExperts(_parts(model.get_submodule(name), partial(_rounded, bits=bits))))
 
 
 def split_experts(model: nn.Module) -> None:
     """Replace the experts of a model by ones with an `nn.Linear` for each matrix, `linears.{2 * expert}` the first."""
-    for name in [name for name, one in model.named_modules() if can_quantize_experts(one)]:
+    for name in _names_of_stacks(model):
         model.set_submodule(name, QuantizedExperts(_parts(model.get_submodule(name), plain_linear)))
 
 
@@ -118,8 +125,7 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """Return a linear layer of tensors."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight, layer.bias = (  # type: ignore[assignment]
-        one if one is None or isinstance(one, nn.Parameter) else nn.Parameter(one, requires_grad=False)
-        for one in (weight, bias)
+        x if x is None or isinstance(x, nn.Parameter) else nn.Parameter(x, requires_grad=False) for x in (weight, bias)
     )
     return layer
 
@@ -170,7 +176,7 @@ class RoutedExperts(nn.Module):
         routes = Routes.from_experts(top_k_index, self.num_experts, hidden_states.dtype)
         x, each = hidden_states.contiguous(), top_k_index.shape[1]
         *first, down = self.linears
-        values = [_product(one, x, routes, each) for one in first]
+        values = [_product(linear, x, routes, each) for linear in first]
         opened = self._opens(values[0] if len(values) == 1 else torch.cat(values, dim=-1)).contiguous()
         results = _product(down, opened, routes, 1).unflatten(0, (-1, each)).float()
         weighted: Tensor = results * top_k_weights.float().unsqueeze(2)
@@ -184,11 +190,11 @@ def _product(linear: Any, rows: Tensor, routes: Routes, each: int) -> Tensor:
 
 def round_experts(model: nn.Module, inside: tuple[str, ...], bits: Bits, device: torch.device) -> None:
     """Replace the experts of a model by ones on a GPU whose matrices are rounded; see `quantize_experts`."""
-    for name in [name for name, one in model.named_modules() if name.startswith(inside) and can_quantize_experts(one)]:
+    for name in _names_of_stacks(model, inside):
         experts: Any = model.get_submodule(name)
         place = experts.down_proj.device if experts.down_proj.is_meta else device
         matrices: Iterable[list[Weight]] = (
-            [quantize(matrix_of(experts, one, i).to(place), bits) for one in (first_of(experts), "down_proj")]
+            [quantize(matrix_of(experts, stack, i).to(place), bits) for stack in (first_of(experts), "down_proj")]
             for i in range(experts.num_experts)
         )
         model.set_submodule(name, routed(experts, matrices).to(place))
@@ -202,22 +208,22 @@ def routed(experts: Any, matrices: Iterable[list[Weight]], *, merges: bool = Fal
         merges: Whether groups with equal numbers become one, see `QuantizedWeight.merged`.
     """
     rows = list(matrices)
-    joined = [_joined(one) for one in rows]
-    rows = joined if len({len(one) for one in joined}) == 1 else rows
-    columns = [list(one) for one in zip(*rows, strict=True)]
+    joined = [_joined(row) for row in rows]
+    rows = joined if len({len(row) for row in joined}) == 1 else rows
+    columns = [list(column) for column in zip(*rows, strict=True)]
     dtype, name = experts.down_proj.dtype, first_of(experts)
-    stacks = [one for one in map(_stacked, columns) if one is not None]
+    stacks = [stack for stack in map(_stacked, columns) if stack is not None]
     if len(stacks) == len(columns):
         assert len(stacks) == 2 or not experts.has_bias
         names = (*[name] * (len(stacks) - 1), "down_proj")
-        stacks = [one.merged() for one in stacks] if merges else stacks
-        *first, down = (_linear(experts, one, stack) for one, stack in zip(names, stacks, strict=True))
+        stacks = [stack.merged() for stack in stacks] if merges else stacks
+        *first, down = (_linear(experts, each, stack) for each, stack in zip(names, stacks, strict=True))
         return RoutedExperts(first, down, experts.num_experts, opening_of(experts))
-    *gates_and_values, downs = ([_numbers(one, dtype) for one in column] for column in columns)
+    *gates_and_values, downs = ([_numbers(matrix, dtype) for matrix in column] for column in columns)
     wholes = [torch.cat(parts) for parts in zip(*gates_and_values, strict=True)]
-    for one, numbers in ((name, wholes), ("down_proj", downs)):
+    for each, numbers in ((name, wholes), ("down_proj", downs)):
         stack = torch.stack([number.T if experts.is_transposed else number for number in numbers])
-        setattr(experts, one, nn.Parameter(stack, requires_grad=False))
+        setattr(experts, each, nn.Parameter(stack, requires_grad=False))
     module: nn.Module = experts
     return module
 
@@ -232,16 +238,16 @@ def _linear(experts: Any, name: str, weight: QuantizedWeight) -> QuantizedLinear
 def _joined(matrices: list[Weight]) -> list[Weight]:
     """Return gates and values as one matrix if they are stored alike."""
     *first, down = matrices
-    codes = [one for one in first if isinstance(one, QuantizedWeight)]
-    if len(codes) == len(first) and len({one.format for one in codes}) == 1:
+    codes = [matrix for matrix in first if isinstance(matrix, QuantizedWeight)]
+    if len(codes) == len(first) and len({matrix.format for matrix in codes}) == 1:
         return [QuantizedWeight.joined(codes), down]
     return matrices
 
 
 def _stacked(matrices: Sequence[Weight]) -> QuantizedWeight | None:
     """Return the matrices of all experts, one after the other, or None if they are not stored alike."""
-    codes = [one for one in matrices if isinstance(one, QuantizedWeight)]
-    is_alike = len(codes) == len(matrices) and len({one.format for one in codes}) == 1
+    codes = [matrix for matrix in matrices if isinstance(matrix, QuantizedWeight)]
+    is_alike = len(codes) == len(matrices) and len({matrix.format for matrix in codes}) == 1
     return QuantizedWeight.joined(codes) if is_alike and codes[0].inputs is None else None
 
 
