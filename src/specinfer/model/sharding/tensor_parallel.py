@@ -272,17 +272,11 @@ class _Splitter:
             first = kv.start * (per + 2)
             own_queries = range(first + q.start - kv.start * per, first + q.stop - kv.start * per)
             return _times(own_queries, each), _times(range(first + per, first + per + 2), each)
-        unit = {Kind.HALVES: 2, Kind.PAIRS: 2}.get(kind, 1)
-        if size % (unit * self.size):
-            raise ModelError(
-                f"tensor_parallel_size: {size // unit} numbers of {own} cannot be split over {self.size} ranks; use a "
-                "divisor, or pipeline_parallel_size"
-            )
-        part = size // self.size
         if kind is Kind.HALVES:
-            gates = range(self.rank * part // 2, (self.rank + 1) * part // 2)
-            return gates, range(gates.start + size // 2, gates.stop + size // 2)
-        return (range(self.rank * part, (self.rank + 1) * part),)
+            return self._blocks(own, (Block(size // 2), Block(size // 2)))
+        if kind is Kind.PAIRS:
+            return tuple(_times(pairs, 2) for pairs in self._blocks(own, (Block(size // 2),)))
+        return self._blocks(own, (Block(size),))
 
 
 def _times(heads: range, each: int) -> range:
