@@ -22,7 +22,17 @@ from specinfer.model.offload.budget import available_bytes
 from specinfer.model.target import TargetConfig, connect_devices, load_shard, with_rank_budget
 from specinfer.parallel.group import ShardSpec
 from tiny import random_prompts, save_model, save_tokenizer
-from worlds import SETTINGS, await_that, free_port, is_alive, listening_places, make_cluster_cert, workers
+from worlds import (
+    SETTINGS,
+    await_that,
+    free_port,
+    is_alive,
+    listening_places,
+    make_cluster_cert,
+    sizes_of,
+    tokens_of,
+    workers,
+)
 
 _PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([3, 50, 17, 1, 40])]
 _PARAMS = [
@@ -39,9 +49,7 @@ _WIDE: dict[str, Any] = {
 
 
 def _say(llm: LLM, params: Sequence[SamplingParams] = _PARAMS) -> list[list[int]]:
-    outputs = llm.generate(_PROMPTS, params, use_tqdm=False)
-    assert not any(output.error for output in outputs)
-    return [list(one.token_ids) for output in outputs for one in output.outputs]
+    return tokens_of(llm, _PROMPTS, params)
 
 
 def _tokens_in_a_pass(llm: LLM) -> float:
@@ -83,7 +91,7 @@ def test_several_processes_generate_what_one_does(family: str, sizes: tuple[int,
     settings["kv_cache_dtype"] = _KV_CACHE_DTYPES.get((family, sizes), "auto")
     with LLM(folder, **settings) as llm:
         expected, tokens = _say(llm), _tokens_in_a_pass(llm)
-    with LLM(folder, **settings, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1]) as llm:
+    with LLM(folder, **settings, **sizes_of(sizes)) as llm:
         ids = workers(llm)
         assert len(ids) == sizes[0] * sizes[1] - 1
         assert not any(listening_places(one) for one in (os.getpid(), *ids)), "a port for strangers"
@@ -117,7 +125,7 @@ def test_each_rank_drafts_with_its_part_of_the_target_itself(
     if streams:
         settings |= {"offload": "disk", "offload_folder": tmp_path / "copies"}
     folder, found = _folder(tmp_path / "model", family, **_WIDE), []
-    for split in ({}, {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}):
+    for split in ({}, sizes_of(sizes)):
         with LLM(folder, **settings, **split) as llm:
             found.append((_say(llm), _tokens_in_a_pass(llm)))
             assert llm.target.cache.is_balanced()
@@ -150,7 +158,7 @@ def test_trees_of_ranks_whose_caches_have_8_bits_generate_what_plain_decoding_do
     folder, options = _folder(tmp_path / "model", "llama", **_WIDE), {"kv_cache_dtype": name}
     if drafter == "small":
         drafter = str(save_model(tmp_path / "small", "llama", noise=0.1, **_WIDE))
-    split = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
+    split = sizes_of(sizes)
     without_trees = [replace(params, tree=None) for params in _PARAMS]
     with LLM(folder, **SETTINGS | {"tree": "off"}, **split, **options) as llm:
         plain = _say(llm, without_trees)

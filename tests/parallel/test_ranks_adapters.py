@@ -10,7 +10,7 @@ import torch
 from adapters import save_adapter
 from specinfer import LLM, AsyncLLM, LoRARequest, RequestError, RequestOutput, SamplingParams
 from tiny import random_prompts, save_model
-from worlds import SETTINGS, workers
+from worlds import SETTINGS, sizes_of, workers
 
 _PROMPTS = random_prompts([5, 40, 9, 17, 3])
 _PARAMS = [SamplingParams(max_tokens=16, temperature=0.0), SamplingParams(max_tokens=16, seed=3, tree="2,2,1")]
@@ -25,10 +25,8 @@ def _tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize(
-    ("tensor", "stages"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.distributed)], ids=["tp2", "pp2"]
-)
-def test_ranks_add_what_one_process_adds(tensor: int, stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", [(2, 1), pytest.param((1, 2), marks=pytest.mark.distributed)], ids=["tp2", "pp2"])
+def test_ranks_add_what_one_process_adds(split: tuple[int, int], tmp_path: Path) -> None:
     """There are more adapters than fit into memory or a batch; they come, and are unloaded, while requests run."""
     folder = save_model(tmp_path / "model", "llama")
     named = [
@@ -39,8 +37,7 @@ def test_ranks_add_what_one_process_adds(tensor: int, stages: int, tmp_path: Pat
     with LLM(folder, **settings) as llm:
         expected = [_tokens(llm.generate(_PROMPTS, params, lora_request=requests)) for params in _PARAMS]
     assert len({tuple(one) for one in expected[0]}) == len(_PROMPTS)
-    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
-    with LLM(folder, **settings, **sizes, max_loras=3, max_cpu_loras=3) as llm:
+    with LLM(folder, **settings, **sizes_of(split), max_loras=3, max_cpu_loras=3) as llm:
         assert len(workers(llm)) == 1
         for params, wanted in zip(_PARAMS, expected, strict=True):
             assert _tokens(llm.generate(_PROMPTS, params, lora_request=requests)) == wanted

@@ -22,7 +22,7 @@ from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.setup import assembly
 from tiny import as_values, random_prompts, save_model, save_tokenizer
-from worlds import SETTINGS, await_that, is_alive, workers
+from worlds import SETTINGS, await_that, is_alive, sizes_of, tokens_of, workers
 
 pytestmark = pytest.mark.distributed
 
@@ -60,11 +60,9 @@ def _say(llm: LLM) -> tuple[list[list[int]], list[Any]]:
 
     llm.drafter.draft = noted  # type: ignore[method-assign]
     try:
-        outputs = llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+        return tokens_of(llm, _PROMPTS, _PARAMS), drawn
     finally:
         llm.drafter.draft = draft  # type: ignore[method-assign]
-    assert not any(output.error for output in outputs)
-    return [list(one.token_ids) for output in outputs for one in output.outputs], drawn
 
 
 def test_on_the_first_rank_their_passes_are_captured_and_the_text_is_the_same(
@@ -98,7 +96,7 @@ def _remote(llm: LLM) -> list[str]:
 def test_spread_over_processes_they_guess_what_they_would_have(
     sizes: tuple[int, int], remote: list[str], models: dict[str, Any]
 ) -> None:
-    settings: dict[str, Any] = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
+    settings = sizes_of(sizes)
     with _load(models, **settings, drafter_placement="first") as llm:
         assert not _remote(llm)
         expected = [_say(llm), _say(llm)]

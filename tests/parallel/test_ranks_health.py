@@ -14,26 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from specinfer import LLM, EngineDeadError, SamplingParams
+from specinfer import LLM, EngineDeadError
 from specinfer.engine import host_executor
-from tiny import random_prompts, save_model, save_tokenizer
-from worlds import SETTINGS, await_that, children_of, free_port, is_alive, workers
+from worlds import PARAMS, PROMPTS, SETTINGS, await_that, children_of, free_port, is_alive, sizes_of, tokens_of, workers
 
 _LIMIT = 20.0  # seconds until every request has its end and no process is left: three, where nothing else runs
 _ERROR_LIMIT = 5.0  # seconds from the death of a rank to the error
-_PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([100, 3])]
 _BODY = {"prompt": "the ", "max_tokens": 200, "stream": True, "temperature": 1.0, "ignore_eos": True}
-_PARAMS = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    place = tmp_path_factory.mktemp("target")
-    return str(save_tokenizer(save_model(place, "llama", num_hidden_layers=3)))
-
-
-def _say(llm: LLM) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)]
 
 
 def _before(owner: Any, name: str, number: int, action: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
@@ -53,7 +40,7 @@ def _before(owner: Any, name: str, number: int, action: Callable[[], None], patc
 def _check_end(llm: LLM, ids: list[int], started: float) -> None:
     assert time.monotonic() - started < _LIMIT
     with pytest.raises(EngineDeadError):
-        llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     llm.shutdown()
     await_that(lambda: not any(map(is_alive, ids)), _LIMIT)
     assert llm.target.cache.is_balanced()
@@ -78,7 +65,7 @@ def test_a_rank_that_is_killed_in_a_pass_ends_it(
     folder: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    llm = LLM(folder, **SETTINGS, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
+    llm = LLM(folder, **SETTINGS, **sizes_of(sizes))
     ids, killed = workers(llm), [0.0]
 
     def kill() -> None:
@@ -93,7 +80,7 @@ def test_a_rank_that_is_killed_in_a_pass_ends_it(
         case _:
             _before(llm.engine.host, "_verify", number, kill, monkeypatch)
     with pytest.raises(EngineDeadError, match=f"rank 1 has ended with code -{kind}"):
-        _say(llm)
+        tokens_of(llm)
     assert time.monotonic() - killed[0] < _ERROR_LIMIT
     _check_end(llm, ids, killed[0])
 
@@ -119,7 +106,7 @@ def test_the_rank_that_was_killed_is_named_and_not_one_that_ended_because_of_it(
     ids, started = workers(llm), time.monotonic()
     _before(llm.target, "begin", 3, lambda: os.kill(ids[2], signal.SIGKILL), monkeypatch)
     with pytest.raises(EngineDeadError, match="rank 3 has ended with code -9"):
-        _say(llm)
+        tokens_of(llm)
     _check_end(llm, ids, started)
 
 
@@ -128,7 +115,7 @@ def test_the_rank_that_was_killed_is_named_and_not_one_that_ended_because_of_it(
 def test_a_rank_that_hangs_ends_the_pass_and_is_ended(
     sizes: tuple[int, int], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(folder, **SETTINGS, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
+    llm = LLM(folder, **SETTINGS, **sizes_of(sizes))
     ids, stopped = workers(llm), [0.0]
 
     def stop() -> None:
@@ -137,7 +124,7 @@ def test_a_rank_that_hangs_ends_the_pass_and_is_ended(
 
     _before(llm.target, "begin", 4, stop, monkeypatch)
     with pytest.raises(EngineDeadError, match="rank 1 does not answer"):
-        _say(llm)
+        tokens_of(llm)
     _check_end(llm, ids, stopped[0])
 
 
@@ -147,7 +134,7 @@ def test_nothing_is_computed_after_a_failed_pass_that_nobody_waited_for(
     sizes: tuple[int, int], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the other ranks sent for it would be taken for the next one's."""
-    llm = LLM(folder, **SETTINGS, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
+    llm = LLM(folder, **SETTINGS, **sizes_of(sizes))
     ids, runner = workers(llm), llm.target.shard_runner  # type: ignore[union-attr]
     failed = threading.Event()
 
@@ -162,11 +149,11 @@ def test_nothing_is_computed_after_a_failed_pass_that_nobody_waited_for(
         _before(runner, "run", 1, fail, patch)
         _before(llm.engine.host, "verify", 1, forget, patch)
         with pytest.raises(IndexError):
-            _say(llm)
+            tokens_of(llm)
         assert failed.wait(60)
     started = time.monotonic()
     with pytest.raises(EngineDeadError, match="no memory"):
-        _say(llm)
+        tokens_of(llm)
     _check_end(llm, ids, started)
 
 
@@ -174,13 +161,13 @@ def test_nothing_is_computed_after_a_failed_pass_that_nobody_waited_for(
 def test_an_interrupt_leaves_the_ranks_as_they_were(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on other ranks is ended in order, whenever somebody presses Control-C."""
     with LLM(folder, **SETTINGS, pipeline_parallel_size=2) as llm:
-        expected = _say(llm)
+        expected = tokens_of(llm)
         for number in (1, 3, 6):
             with monkeypatch.context() as patch:
                 _before(host_executor, "logits_by_tree", number, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
                 with pytest.raises(KeyboardInterrupt):
-                    _say(llm)
-            assert _say(llm) == expected
+                    tokens_of(llm)
+            assert tokens_of(llm) == expected
 
 
 _SCRIPT = """

@@ -15,7 +15,7 @@ from specinfer.learning.adapt.adaptation import Adaptation
 from specinfer.learning.adapt.settings import AdaptationConfig
 from specinfer.server.state import ServerState
 from tiny import random_prompts, save_model, save_tokenizer
-from worlds import SETTINGS, is_alive, workers
+from worlds import SETTINGS, is_alive, sizes_of, tokens_of, workers
 
 pytestmark = pytest.mark.distributed
 
@@ -40,7 +40,7 @@ def ranked(folders: tuple[str, str]) -> Iterator[LLM]:
 
 def _said(llm: LLM, params: SamplingParams, count: int = 6) -> list[list[int]]:
     prompts = [{"prompt_token_ids": ids} for ids in random_prompts([40] * count)]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+    return tokens_of(llm, prompts, params)
 
 
 def _check_idle(llm: LLM) -> None:
@@ -105,8 +105,7 @@ def test_requests_that_take_slots_from_each_other_generate_the_same_tokens(
     with LLM(folders[0], **settings) as llm:
         expected = _said(llm, params)
         assert not llm.engine.metrics.num_preempted
-    ranks = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
-    with LLM(folders[0], **settings, **ranks, kv_cache_memory_bytes=128_000) as llm:
+    with LLM(folders[0], **settings, **sizes_of(sizes), kv_cache_memory_bytes=128_000) as llm:
         assert 96 < llm.target.cache.num_slots < 300 < 6 * 80
         assert _said(llm, params) == expected
         assert llm.engine.metrics.num_preempted

@@ -20,17 +20,21 @@ import pytest
 import torch
 import torch.distributed as torch_distributed
 
-from specinfer import LLM, SamplingParams
+from specinfer import LLM
 from specinfer.core.parallel_config import Place, make_tls
 from specinfer.parallel import links
 from specinfer.parallel.group import Channel, HostGroup
 from specinfer.parallel.rendezvous import join_rendezvous
 from specinfer.parallel.sender import LinkError, shut
-from tiny import random_prompts, save_model, save_tokenizer
-from worlds import SETTINGS, free_port, listening_places, make_cluster_cert, threads_of_ranks
+from worlds import (
+    SETTINGS,
+    free_port,
+    listening_places,
+    make_cluster_cert,
+    threads_of_ranks,
+    tokens_of,
+)
 
-_PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([100, 3])]
-_PARAMS = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
 _KEYS = ["error/1", "beat/1", "wanted/0", "wanted/1", "address/1", "specinfer/0/error/1"]
 _TORCH_GREETING = struct.pack("<BI", 0, 0x3C85F7CE)  # of a client of torch.distributed's store
 _WORDS = [
@@ -41,19 +45,9 @@ _WORDS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    place = tmp_path_factory.mktemp("target")
-    return str(save_tokenizer(save_model(place, "llama", num_hidden_layers=3)))
-
-
-@pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The file of the ranks, and another one."""
     return make_cluster_cert(tmp_path_factory.mktemp("cert")), make_cluster_cert(tmp_path_factory.mktemp("other"))
-
-
-def _say(llm: LLM) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)]
 
 
 def _write_into_torch_store(place: tuple[str, int]) -> None:
@@ -135,14 +129,14 @@ def _two_machines(folder: str, cert: str) -> Iterator[tuple[LLM, list[int]]]:
 @pytest.mark.distributed
 def test_strangers_at_every_port_change_nothing(folder: str, certs: tuple[str, str]) -> None:
     with _two_machines(folder, certs[0]) as (llm, others):
-        expected = _say(llm)
+        expected = tokens_of(llm)
         places = {place for one in (os.getpid(), *others) for place in listening_places(one)}
         assert {host for host, _ in places} <= {"127.0.0.1"}  # and no other address
         with _attacked(places, certs[1]):
             for _ in range(3):
-                assert _say(llm) == expected
+                assert tokens_of(llm) == expected
         time.sleep(1.5)  # errors in a store were noticed by the next check of heartbeats
-        assert _say(llm) == expected
+        assert tokens_of(llm) == expected
         assert llm.failure is None
         assert places
 

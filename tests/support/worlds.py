@@ -6,20 +6,40 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specinfer import LLM
+from specinfer import LLM, SamplingParams
 from specinfer.core.parallel_config import Place
 from specinfer.parallel.group import Channel, HostGroup
 from specinfer.parallel.rendezvous import join_rendezvous
+from tiny import random_prompts
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "drafters": ["ngram"], "tree": "best-first:8", "max_num_seqs": 8, "max_model_len": 160,
     "max_num_batched_tokens": 32,
 }  # fmt: skip
+
+
+# Of a request with a long prompt, and one with a short one, whose texts tell a wrong rank from a right one.
+PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([100, 3])]
+PARAMS = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
+
+
+def sizes_of(split: tuple[int, int]) -> dict[str, int]:
+    """Settings for so many ranks of a tensor group, and so many stages."""
+    return {"tensor_parallel_size": split[0], "pipeline_parallel_size": split[1]}
+
+
+def tokens_of(
+    llm: LLM, prompts: Any = PROMPTS, params: SamplingParams | Sequence[SamplingParams] = PARAMS
+) -> list[list[int]]:
+    """The tokens of all outputs, none of which may have an error."""
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert not any(output.error for output in outputs)
+    return [list(one.token_ids) for output in outputs for one in output.outputs]
 
 
 def workers(llm: LLM) -> list[int]:
