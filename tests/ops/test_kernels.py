@@ -30,7 +30,7 @@ from specinfer.ops import (
     pack_linears,
 )
 from specinfer.ops.cpu import library as native_library
-from specinfer.ops.cpu import linear
+from specinfer.ops.cpu import linear_call
 from specinfer.ops.cpu.library import call as call_native
 from specinfer.ops.quantization import quantize
 
@@ -271,13 +271,13 @@ def test_dot_instructions_that_are_clearly_slower_are_not_used(
 ) -> None:
     by_dots = dict(zip((True, False), seconds, strict=True))
     monkeypatch.delenv("SPECINFER_NATIVE")
-    monkeypatch.setattr(linear, "has_dots", lambda kind: True)
-    monkeypatch.setattr(linear, "_NUM_LAYERS", 1)
-    monkeypatch.setattr(linear, "LinearCall", lambda panels, dots: by_dots[dots])
-    monkeypatch.setattr(linear, "_seconds", lambda layers, x: layers[0])
-    linear.uses_dots.cache_clear()
-    assert linear.uses_dots(torch.bfloat16) is uses
-    linear.uses_dots.cache_clear()
+    monkeypatch.setattr(linear_call, "has_dots", lambda kind: True)
+    monkeypatch.setattr(linear_call, "_NUM_LAYERS", 1)
+    monkeypatch.setattr(linear_call, "LinearCall", lambda panels, dots: by_dots[dots])
+    monkeypatch.setattr(linear_call, "_seconds", lambda layers, x: layers[0])
+    linear_call.uses_dots.cache_clear()
+    assert linear_call.uses_dots(torch.bfloat16) is uses
+    linear_call.uses_dots.cache_clear()
 
 
 @pytest.mark.parametrize(("code", "is_number"), [(0x7F, False), (0xFF, False), (0x7E, True), (0xFE, True), (0, True)])

@@ -21,7 +21,7 @@ from specinfer.model.quantized_experts import (
     routed,
 )
 from specinfer.model.stacked_source import STACKED, rows_of
-from specinfer.ops import GATES, Ending, LinearCall, Panels, QuantizedWeight
+from specinfer.ops import GATES, Ending, LinearCall, QuantizedWeight
 
 # Families whose checkpoints name each expert's matrices as `EXPERT` does, and whose definition stacks them.
 _SEPARATE = frozenset(
@@ -93,12 +93,6 @@ class _Reader:
         return weight
 
 
-def _call(weight: Weight, bias: Tensor | None = None) -> LinearCall:
-    return LinearCall(
-        Panels.from_weight(weight, bias) if isinstance(weight, Tensor) else Panels.from_codes(weight, bias)
-    )
-
-
 def _of_matrices(name: str, experts: Any, read: _Reader) -> Iterator[list[Weight]]:
     """Yield the matrices of experts whose gates, values and output matrices are stored apart."""
     cut_rows, cut_inputs = (getattr(one, "cut", None) for one in (experts.gate_up_proj, experts.down_proj))
@@ -119,12 +113,13 @@ def _parts(experts: Any, matrices: Iterable[list[Weight]]) -> Iterator[Expert]:
     """Yield the parts of experts for the native kernels."""
     for i, (*first, down) in enumerate(matrices):
         if not getattr(experts, "has_gate", True):
-            values = _call(first[0])
-            yield partial(opened, values, experts.act_fn), [values], _call(down), Ending.STORE
+            values = LinearCall.from_weight(first[0])
+            yield partial(opened, values, experts.act_fn), [values], LinearCall.from_weight(down), Ending.STORE
         elif experts.is_transposed:
             assert experts.has_bias
-            mixed = _call(first[0], experts.gate_up_proj_bias[i])
-            yield partial(opened, mixed, opening_of(experts)), [mixed], _call(down, experts.down_proj_bias[i]), None
+            mixed = LinearCall.from_weight(first[0], experts.gate_up_proj_bias[i])
+            last = LinearCall.from_weight(down, experts.down_proj_bias[i])
+            yield partial(opened, mixed, opening_of(experts)), [mixed], last, None
         else:
             gate, up = first if len(first) > 1 else _halves(first[0])
             yield _gated_parts(experts, gate, up, down)
@@ -148,10 +143,10 @@ def _gated_parts(experts: Any, gate: Weight, up: Weight, down: Weight) -> Expert
         and gate.format == up.format
         and gate.out_features % _BLOCK == 0
     ):
-        both = _call(QuantizedWeight.joined([gate, up], partial(together, interleaved=True)))
-        return partial(_gated_at_once, both, ending), [both], _call(down), ending
-    gates, values = _call(gate), _call(up)
-    return partial(_gated, gates, values, experts.act_fn), [gates, values], _call(down), None
+        both = LinearCall.from_weight(QuantizedWeight.joined([gate, up], partial(together, interleaved=True)))
+        return partial(_gated_at_once, both, ending), [both], LinearCall.from_weight(down), ending
+    gates, values = LinearCall.from_weight(gate), LinearCall.from_weight(up)
+    return partial(_gated, gates, values, experts.act_fn), [gates, values], LinearCall.from_weight(down), None
 
 
 def _gated_at_once(both: LinearCall, ending: Ending, x: Tensor) -> Tensor:

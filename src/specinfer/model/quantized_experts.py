@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specinfer.ops import Ending, LinearCall, Panels, QuantizedLinear, QuantizedWeight
+from specinfer.ops import Ending, LinearCall, QuantizedLinear, QuantizedWeight
 from specinfer.ops.layer_ops import routed_product
 from specinfer.ops.quantization import Bits, dequantize, quantize
 from specinfer.ops.routes import Routes
@@ -132,7 +132,7 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 def _rounded(weight: Tensor, bias: Tensor | None, bits: Bits) -> _Linear:
     """Return the rounded layer of one matrix of a stack."""
-    return LinearCall(Panels.from_codes(quantize(weight, bits), bias))
+    return LinearCall.from_weight(quantize(weight, bits), bias)
 
 
 def matrix_of(experts: Any, name: str, expert: int) -> Tensor:

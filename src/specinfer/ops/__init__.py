@@ -1,6 +1,6 @@
 """Native CPU code for what PyTorch does slowly: linear layers, attention, decoder layers; and quantized weights.
 
-Native code is built at installation if a compiler is available. Without it, models run on PyTorch alone.
+Native code is built at installation. Without it, an error says how to get it.
 """
 
 from specinfer.ops.adapter_slots import AdapterRows, AdapterSlots
@@ -10,8 +10,8 @@ from specinfer.ops.cpu.experts import ExpertsCall, Opening, Routing, Scores
 from specinfer.ops.cpu.layer_inputs import LayerInputsCall
 from specinfer.ops.cpu.layer_part import Attends, Opens, PartCall
 from specinfer.ops.cpu.library import compute_alone, computing_alone, describe, each_alone, library
-from specinfer.ops.cpu.linear import PackedLinear, pack_linears, packs_type, uses_dots
-from specinfer.ops.cpu.linear_call import GATES, Ending, LinearCall
+from specinfer.ops.cpu.linear import PackedLinear, pack_linears, packs_type
+from specinfer.ops.cpu.linear_call import GATES, Ending, LinearCall, uses_dots
 from specinfer.ops.cpu.low_rank import AdapterRuns, AdapterTable, LowRank
 from specinfer.ops.cpu.panels import Panels
 from specinfer.ops.quantization import quantize

@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from specinfer.ops import float8, layer_ops, quantization
 from specinfer.ops.cpu.linear_call import LinearCall
-from specinfer.ops.cpu.panels import Panels
 from specinfer.ops.quantization import Bits
 from specinfer.ops.quantized_weight import QuantizedWeight
 
@@ -43,7 +42,7 @@ class QuantizedLinear(nn.Module):
         self.call: LinearCall | None = None
         self.group = weight.group
         if native and weight.codes.device.type in ("cpu", "meta"):
-            self.call = LinearCall(Panels.from_codes(weight, bias))
+            self.call = LinearCall.from_weight(weight, bias)
         packed = None if self.call is not None else weight.packed()
         for name in _TENSORS:
             tensor = None if packed is None else getattr(packed, name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specinfer.ops import LinearCall, Panels, QuantizedLinear, QuantizedWeight, quantize, uses_dots
+from specinfer.ops import LinearCall, Panels, QuantizedLinear, QuantizedWeight, quantize
 from specinfer.ops.quantization import Bits
 from specinfer.ops.scales import WIDTH
 
@@ -47,23 +47,20 @@ def call_of(parts: Sequence[Any], packing: Packing, *, interleaved: bool = False
     if bits is None:
         narrows = packing.narrows and _is_bfloat16(weight)
         panels = Panels.from_weight(weight.bfloat16() if narrows else weight, bias)
-        return LinearCall(panels, dots=uses_dots(weight.dtype), widens=narrows)
-    rounded = quantize(weight, bits)
-    return LinearCall(Panels.from_codes(rounded, bias))
+        return LinearCall(panels, widens=narrows)
+    return LinearCall.from_weight(quantize(weight, bits), bias)
 
 
 def _call_of_codes(parts: Sequence[Any], packing: Packing, *, interleaved: bool) -> LinearCall:
     """Return a call of layers of which some are stored as codes."""
     if interleaved:
         weights, join = [part.quantized for part in parts], partial(together, interleaved=True)
-        return LinearCall(Panels.from_codes(QuantizedWeight.joined(weights, join), _bias(parts, interleaved=True)))
+        return LinearCall.from_weight(QuantizedWeight.joined(weights, join), _bias(parts, interleaved=True))
     panels = []
     for run in runs_of(parts):
         if isinstance(run[0], QuantizedLinear):
             weight = QuantizedWeight.joined([one.quantized for one in run]) if len(run) > 1 else None
-            call = (
-                run[0].call if weight is None else LinearCall(Panels.from_codes(weight, _bias(run, interleaved=False)))
-            )
+            call = run[0].call if weight is None else LinearCall.from_weight(weight, _bias(run, interleaved=False))
         else:
             call = call_of(run, packing)
         assert call is not None

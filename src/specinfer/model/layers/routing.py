@@ -18,7 +18,6 @@ from specinfer.ops import (
     Scores,
     packs_type,
     quantize,
-    uses_dots,
 )
 from specinfer.ops.quantization import Bits
 
@@ -137,6 +136,4 @@ def experts_of(plan: LayerPlan, part: PartPlan, bits: Bits | None = None) -> tup
 
 def _call(weight: Tensor, bits: Bits | None) -> LinearCall:
     weight = weight.detach()
-    if bits is not None:
-        return LinearCall(Panels.from_codes(quantize(weight, bits)))
-    return LinearCall(Panels.from_weight(weight, None), dots=uses_dots(weight.dtype))
+    return LinearCall.from_weight(weight if bits is None else quantize(weight, bits))

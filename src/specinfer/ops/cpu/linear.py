@@ -1,21 +1,10 @@
-"""Linear layers whose weights are packed, and the measurement of the instructions that they are multiplied with."""
-
-import os
-import time
-from collections.abc import Sequence
-from functools import cache
+"""Linear layers whose weights are packed for native code."""
 
 import torch
 from torch import Tensor, nn
 
 from specinfer.ops.cpu.linear_call import LinearCall
-from specinfer.ops.cpu.panels import TYPES, Panels, has_dots
-
-_SIZE = 1024  # inputs and outputs of measured layers, large enough to hide the cost of a call
-_NUM_LAYERS = 8  # measured in turn, as in a model; a single one would stay in the nearest cache
-_NUM_ROWS = 16
-_ROUNDS = 8
-_CLEARLY = 0.8  # the instructions of a type are used unless those of float32 are clearly faster
+from specinfer.ops.cpu.panels import TYPES
 
 
 class PackedLinear(nn.Module):
@@ -25,8 +14,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.bias = layer.bias
-        panels = Panels.from_weight(layer.weight.detach(), layer.bias)
-        self.call = LinearCall(panels, dots=uses_dots(layer.weight.dtype))
+        self.call = LinearCall.from_weight(layer.weight.detach(), layer.bias)
 
     @property
     def weight(self) -> Tensor:
@@ -71,28 +59,3 @@ def pack_linears(model: nn.Module, *, to_come: bool = False) -> int:
 def packs_type(dtype: torch.dtype) -> bool:
     """Return whether native code multiplies with numbers of this type."""
     return dtype in TYPES
-
-
-@cache
-def uses_dots(dtype: torch.dtype) -> bool:
-    """Return whether weights are multiplied by the instructions of their own type, see `LinearCall`.
-
-    Some processors have them, but compute faster in float32, so both are measured.
-    """
-    if not has_dots(TYPES[dtype]) or os.environ.get("SPECINFER_NATIVE") == "always":
-        return has_dots(TYPES[dtype])
-    source = torch.Generator().manual_seed(0)
-    panels = [Panels.from_weight(torch.randn((_SIZE, _SIZE), generator=source).to(dtype)) for _ in range(_NUM_LAYERS)]
-    ways = [[LinearCall(panel, dots=dots) for panel in panels] for dots in (True, False)]
-    x = torch.ones((_NUM_ROWS, _SIZE))
-    # In turns, and the least time of each, because other load only adds time.
-    times = [[_seconds(layers, x) for layers in ways] for _ in range(_ROUNDS)]
-    with_dots, without = map(min, zip(*times, strict=True))
-    return bool(without / with_dots > _CLEARLY)
-
-
-def _seconds(layers: Sequence[LinearCall], x: Tensor) -> float:
-    start = time.perf_counter()
-    for layer in layers:
-        layer(x)
-    return time.perf_counter() - start

@@ -1,19 +1,30 @@
 """Calls of linear layers on the native kernels. Activations are float32."""
 
 import ctypes
+import os
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
+from functools import cache
 from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from specinfer.ops.cpu.library import call
-from specinfer.ops.cpu.panels import HAVE_LEVELS, Panels, has_dots
+from specinfer.ops.cpu.panels import HAVE_LEVELS, TYPES, Panels, has_dots
+from specinfer.ops.quantized_weight import QuantizedWeight
 from specinfer.ops.scales import WIDTH
 
 if TYPE_CHECKING:  # adapters are packed in panels
     from specinfer.ops.cpu.low_rank import AdapterRuns
+
+_SIZE = 1024  # inputs and outputs of measured layers, large enough to hide the cost of a call
+_NUM_LAYERS = 8  # measured in turn, as in a model; a single one would stay in the nearest cache
+_NUM_ROWS = 16
+_ROUNDS = 8
+_CLEARLY = 0.8  # the instructions of a type are used unless those of float32 are clearly faster
 
 
 class Ending(IntEnum):
@@ -51,7 +62,8 @@ class LinearCall:
     """A linear layer, ready to be called. Copies of a model share this object.
 
     Args:
-        dots: Whether to multiply in the weights' own type, where the CPU has instructions for that.
+        dots: Whether to multiply in the weights' own type, where the CPU has instructions for that; None if they are
+            the fastest.
         widens: Whether to multiply in float32, for float32 weights that are stored in a smaller type without loss.
         following: Call with the same inputs, whose outputs come after these; for weights of several types.
     """
@@ -60,13 +72,15 @@ class LinearCall:
         self,
         panels: Panels,
         *,
-        dots: bool = True,
+        dots: bool | None = None,
         widens: bool = False,
         following: "LinearCall | None" = None,
     ) -> None:
         self.panels, self.widens, self.following = panels, widens, following
         self.outputs: int = panels.outputs + (0 if following is None else following.outputs)
         self.num_bytes: int = panels.num_bytes + (0 if following is None else following.num_bytes)
+        if dots is None:
+            dots = not widens and (panels.scales is not None or uses_dots(panels.packed.dtype))
         # Levels need these instructions, see `Panels.from_codes`.
         dots = panels.type in HAVE_LEVELS or (dots and not widens)
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
@@ -79,6 +93,13 @@ class LinearCall:
         scratch = panels.scratch_floats(dots=bool(self._structure.dots))
         self.scratch_floats: int = max(scratch, 0 if following is None else following.scratch_floats)  # for each row
         self._place(0, self.outputs)
+
+    @classmethod
+    def from_weight(cls, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Self:
+        """Pack a weight [out, in] of numbers or codes."""
+        if isinstance(weight, QuantizedWeight):
+            return cls(Panels.from_codes(weight, bias))
+        return cls(Panels.from_weight(weight, bias))
 
     def _place(self, first: int, stride: int) -> None:
         """Set the column of the first output in result rows of `stride` columns, also for calls that follow."""
@@ -152,3 +173,28 @@ class LinearCall:
             addresses = (self.address, x.data_ptr(), result.data_ptr(), scratch.data_ptr())
             call("specinfer_linear", *addresses, rows, ending, None if runs is None else runs.address)
         return result
+
+
+@cache
+def uses_dots(dtype: torch.dtype) -> bool:
+    """Return whether weights are multiplied by the instructions of their own type, see `LinearCall`.
+
+    Some processors have them, but compute faster in float32, so both are measured.
+    """
+    if not has_dots(TYPES[dtype]) or os.environ.get("SPECINFER_NATIVE") == "always":
+        return has_dots(TYPES[dtype])
+    source = torch.Generator().manual_seed(0)
+    panels = [Panels.from_weight(torch.randn((_SIZE, _SIZE), generator=source).to(dtype)) for _ in range(_NUM_LAYERS)]
+    ways = [[LinearCall(panel, dots=dots) for panel in panels] for dots in (True, False)]
+    x = torch.ones((_NUM_ROWS, _SIZE))
+    # In turns, and the least time of each, because other load only adds time.
+    times = [[_seconds(layers, x) for layers in ways] for _ in range(_ROUNDS)]
+    with_dots, without = map(min, zip(*times, strict=True))
+    return bool(without / with_dots > _CLEARLY)
+
+
+def _seconds(layers: Sequence[LinearCall], x: Tensor) -> float:
+    start = time.perf_counter()
+    for layer in layers:
+        layer(x)
+    return time.perf_counter() - start
