@@ -29,10 +29,6 @@ def _plain_steps(policy: AutoPolicy, spans: list[Span]) -> tuple[int, list[TreeB
     raise AssertionError
 
 
-def test_a_full_batch_decodes_plainly() -> None:
-    assert AutoPolicy(make_costs()).budgets([make_span()] * 600) == [OFF] * 600
-
-
 def test_the_wait_for_the_next_test_begins_anew_when_speculation_was_on() -> None:
     # Drafting for 20 requests takes longer than it saves.
     policy = AutoPolicy(CostModel(Curve(SIZES, GROWING), Curve((1, 20, 64), (0.01, 0.9, 3.0))))
