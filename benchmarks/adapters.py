@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.options import MODEL, SPECULATION, LabSettings
 from specinfer.bench.options import SharedSettings
-from specinfer.cli.measure import MEASURED, Measurement
+from specinfer.cli.measure import Measurement
 from specinfer.core.lora import LoRARequest
 from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.core.sampling import SamplingParams
@@ -120,5 +120,4 @@ ADAPTERS = Measurement(
     AdaptersConfig,
     "benchmarks.adapters:run_adapters",
     "Measure the throughput with LoRA adapters, beside the same batch without.",
-    model=MEASURED,
 )

@@ -69,11 +69,7 @@ class HostConfig:
 
 @reported
 def run_host(config: HostConfig, progress: StageBar) -> Report[None]:
-    """Measure the host times, and write the requested file.
-
-    Raises:
-        ValueError: The file cannot be written.
-    """
+    """Measure the host times."""
     rules = (GREEDY, *RULES)
     ms: dict[str, dict[str, list[float]]] = {}
     progress.stage("measuring", len(rules) * (_WARMUP + config.repeats))

@@ -94,11 +94,7 @@ class HybridConfig:
 
 @reported
 def run_hybrid(config: HybridConfig, progress: StageBar) -> Report[None]:
-    """Measure, and write the requested file.
-
-    Raises:
-        ValueError: The file cannot be written.
-    """
+    """Measure the passes."""
     cpu = torch.device("cpu")
     with _random_folder(config) as folder:
         progress.stage("loading")
@@ -115,8 +111,7 @@ def run_hybrid(config: HybridConfig, progress: StageBar) -> Report[None]:
             for name, run in passes.items():
                 seconds[name].append(time_second(cpu, run))
                 progress.advance()
-        report = _report(loaded, seconds, max(max(rates) for rates in bandwidth.rates.values()), config)
-    return report
+        return _report(loaded, seconds, max(max(rates) for rates in bandwidth.rates.values()), config)
 
 
 def _report(loaded: LoadedModel, seconds: dict[str, list[float]], rate: float, config: HybridConfig) -> Report[None]:

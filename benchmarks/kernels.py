@@ -22,7 +22,7 @@ from specinfer import ops
 from specinfer.bench.ceilings import Bandwidth, time_second
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import SharedSettings, check_distinct, check_dtype, rotated
-from specinfer.cli.measure import MEASURED, Measurement
+from specinfer.cli.measure import Measurement
 from specinfer.core.config import QUANTIZATIONS
 from specinfer.core.lookups import reserved_names
 from specinfer.core.options import check_settings, setting, setting_of
@@ -129,7 +129,7 @@ class PassTimes:
 
 @reported
 def run_kernels(config: KernelsConfig, progress: StageBar) -> Report[None]:
-    """Measure pass times, and write the requested file. Progress is shown if the console is a terminal.
+    """Measure the times of passes.
 
     Raises:
         ModelError: A model cannot be used.
@@ -318,5 +318,4 @@ KERNELS = Measurement(
     KernelsConfig,
     "benchmarks.kernels:run_kernels",
     "Measure the time of a pass by its number of rows, and the memory bandwidth.",
-    model=MEASURED,
 )

@@ -19,7 +19,7 @@ from specinfer.bench.loop import Turn, open_session
 from specinfer.bench.measurement import measure_batch
 from specinfer.bench.options import SharedSettings, ThroughputConfig
 from specinfer.bench.results import Arm, Run
-from specinfer.cli.measure import MEASURED, Measurement, usual_settings
+from specinfer.cli.measure import Measurement, usual_settings
 from specinfer.core.options import parse_size, setting, setting_of
 from specinfer.engine_args import EngineArgs
 from specinfer.model.offload.transfer import CudaTransfer
@@ -151,6 +151,5 @@ OFFLOAD = Measurement(
     OffloadConfig,
     "benchmarks.offload:run_offload",
     "Compare trees with plain decoding on an offloaded target, and its reads with the bandwidth of the disk.",
-    model=MEASURED,
     usual=usual_settings,
 )

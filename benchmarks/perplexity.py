@@ -17,7 +17,7 @@ from benchmarks.options import MODEL, LabSettings
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import AnyPrompt, SharedSettings, check_once
 from specinfer.bench.prompts import token_prompts
-from specinfer.cli.measure import MEASURED, Measurement
+from specinfer.cli.measure import Measurement
 from specinfer.core.config import KV_CACHE_DTYPES, QUANTIZATIONS
 from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.engine_args import EngineArgs
@@ -120,7 +120,7 @@ class Score:
 
 @reported
 def run_perplexity(config: PerplexityConfig, progress: StageBar) -> Report[None]:
-    """Read all texts with each set of weights, and write the requested file.
+    """Read all texts with each set of weights.
 
     Raises:
         ModelError: The model cannot be used.
@@ -243,5 +243,4 @@ PERPLEXITY = Measurement(
     PerplexityConfig,
     "benchmarks.perplexity:run_perplexity",
     "Compare the perplexity of a model with that of its quantized weights.",
-    model=MEASURED,
 )

@@ -13,7 +13,7 @@ from specinfer.bench.loop import open_session
 from specinfer.bench.measurement import measure_request
 from specinfer.bench.options import PLAIN, CompareConfig
 from specinfer.bench.results import Arm
-from specinfer.cli.measure import MEASURED, Measurement, usual_settings
+from specinfer.cli.measure import Measurement, usual_settings
 from specinfer.core.options import setting, setting_of
 from specinfer.core.tree_shape import parse_tree
 from specinfer.reporting.progress_bar import StageBar
@@ -106,6 +106,5 @@ SCHEDULE = Measurement(
     ScheduleConfig,
     "benchmarks.schedule:run_schedule",
     "Compare a learned speculation policy with fixed trees and auto.",
-    model=MEASURED,
     usual=usual_settings,
 )

@@ -12,7 +12,7 @@ from benchmarks.options import SPECULATION, LabSettings
 from specinfer.bench.models import find_models
 from specinfer.bench.options import SharedSettings, bench_params
 from specinfer.bench.prompts import token_prompts
-from specinfer.cli.measure import MEASURED, Measurement
+from specinfer.cli.measure import Measurement
 from specinfer.core.config import SpeculativeConfig, parse_select
 from specinfer.core.lookups import LOOKUPS
 from specinfer.core.options import check_settings, setting, setting_of
@@ -64,7 +64,7 @@ class ShiftConfig:
 
 @reported
 def run_shift(config: ShiftConfig, progress: StageBar) -> Report[None]:
-    """Serve the traffic with each way to choose drafters, and write the requested file.
+    """Serve the traffic with each way to choose drafters.
 
     Raises:
         ModelError: A model cannot be used.
@@ -195,5 +195,4 @@ SHIFT = Measurement(
     ShiftConfig,
     "benchmarks.shift:run_shift",
     "Measure how fast each way to choose drafters adapts to traffic whose domain changes.",
-    model=MEASURED,
 )
