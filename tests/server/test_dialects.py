@@ -236,7 +236,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
             [USER, {"type": "item_reference", "id": "msg_1"}], [USER, {"type": 3}],
             [{"role": "assistant", "content": "a", "tool_calls": [3]}], [{"type": "item_reference", "id": "x"}],
             [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/"}]}],
-            [{"type": "function_call", "name": 5, "arguments": "{", "call_id": "a"}], ["a"], "a" * 100_000,
+            [{"type": "function_call", "name": 5, "arguments": "{", "call_id": "a"}], ["a"],
         )
     ),
     (RESPONSES, {"instructions": 3}, "instructions"),
