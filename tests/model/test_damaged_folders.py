@@ -137,7 +137,8 @@ CASES: dict[str, Case] = {
             {"hidden_size": "32"}, {"hidden_size": 0}, {"hidden_size": -32}, {"hidden_size": 2**14},
             {"num_attention_heads": 0}, {"num_attention_heads": 5}, {"num_attention_heads": None},
             {"num_key_value_heads": 0}, {"num_key_value_heads": 3}, {"num_hidden_layers": -1}, {"num_hidden_layers": 0},
-            {"num_hidden_layers": 10**6}, {"vocab_size": 0}, {"vocab_size": None}, {"hidden_act": "none-such"},
+            {"num_hidden_layers": 10**6}, {"vocab_size": 0}, {"vocab_size": None}, {"vocab_size": 2**31},
+            {"hidden_act": "none-such"},
             {"rope_parameters": {"rope_type": "none-such"}}, {"rope_parameters": 3},
             {"layer_types": ["mystery", "mystery"]}, {"max_position_embeddings": 0}, {"max_position_embeddings": -1},
         )
