@@ -74,8 +74,11 @@ def test_whole_and_streamed_answers_are_the_output_of_the_library(server: Server
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_before_it(server: Server, path: str, stream: bool) -> None:
     body = DIALECTS[path].body(stop=["X"], structured_outputs={"regex": "abcXdef"}, stream=stream, limit=99)
-    answer = read(server.post(path, body))
+    response = server.post(path, body)
+    answer = read(response)
     assert (answer.text, answer.reason) == ("abc", "stop_sequence" if path == MESSAGES else ENDS.get(path, "stop"))
+    if path == MESSAGES:
+        assert '"stop_sequence":"X"' in response.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
