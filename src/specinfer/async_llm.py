@@ -2,39 +2,38 @@
 
 One thread steps the engine (`engine/thread.py`) and others read prompts (`inputs/read_pool.py`): tokenizers, templates
 and grammars take time, and the event loop must not wait for them. The tokens of a step are delivered to the loop in one
-call.
+call (`delivery.py`).
 """
 
 import asyncio
 import itertools
-import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from specinfer.admission import Admission
 from specinfer.core.errors import EngineDeadError
 from specinfer.core.limits import QueueLimits
 from specinfer.core.lora import LoRARequest
-from specinfer.core.outputs import RequestOutput, TextChunk
+from specinfer.core.outputs import RequestOutput
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.vllm_names import check_call
+from specinfer.delivery import Delivery
 from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.generation import Generation
 from specinfer.inputs.arguments import Prompt, is_brief, one_params
-from specinfer.inputs.jobs import Job
 from specinfer.inputs.read_pool import ReadPools
 from specinfer.llm import LLM
 from specinfer.quotas import Quotas
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 _SPARE_READS = 64  # prompts that may wait to be read in addition to those that the queue can take
 
 
@@ -42,18 +41,22 @@ class AsyncLLM:
     """An interface for any number of concurrent requests to one `LLM`, which nothing else may use meanwhile.
 
     Use it as `async with AsyncLLM(llm) as engine:`, or call `shutdown` at the end.
+
+    Attributes:
+        on_end: Functions that are called in the event loop when a generation has ended.
     """
 
     def __init__(self, llm: LLM, limits: QueueLimits | None = None) -> None:
         self.llm = llm
         self.limits = limits or QueueLimits()
-        self._thread = EngineThread(llm.engine, self._deliver, self._died, llm.adaptation)
         self.admission = Admission(llm.max_num_seqs, self.limits)
+        self._delivery = Delivery(self.admission)
+        self.on_end = self._delivery.on_end
+        self._thread = EngineThread(llm.engine, self._delivery.deliver, self._delivery.deliver_ends, llm.adaptation)
         self._reads = ReadPools(self.admission.capacity + _SPARE_READS)
         llm.reader.is_bounded = True  # callers need not be trusted
         self._count = itertools.count()
         self._is_draining = False
-        self.on_end: list[Callable[[Generation], None]] = []  # called in the event loop when a generation has ended
         self._owns_llm = False
 
     @classmethod
@@ -91,17 +94,10 @@ class AsyncLLM:
             EngineDeadError: It has been started in another event loop.
         """
         if not self._thread.has_started:
-            self._loop = asyncio.get_running_loop()
+            self._delivery.loop = asyncio.get_running_loop()
             self._thread.start()
-        elif self._loop is not asyncio.get_running_loop():
+        elif self._delivery.loop is not asyncio.get_running_loop():
             raise EngineDeadError("the engine was started in another event loop; make an AsyncLLM in each")
-
-    def _note_end(self, generation: Generation) -> None:
-        for note in self.on_end:
-            try:
-                note(generation)
-            except Exception:  # a failing observer must not stop the delivery of the step's other tokens
-                logger.exception("the end of %s could not be noted", generation.request_id)
 
     # ------------------------------------------------------------------------------- requests
 
@@ -140,12 +136,8 @@ class AsyncLLM:
             # A number before the caller's name keeps two requests of the same name apart.
             name = f"{next(self._count)}-{request_id or ''}".removesuffix("-")
             seed = self.llm.jobs.next_seed() if params.seed is None else params.seed
-
-            def read() -> Job:
-                return self.llm.jobs.read(name, prompt, params, seed, lora_request)
-
             job = await self._reads.run(
-                read,
+                partial(self.llm.jobs.read, name, prompt, params, seed, lora_request),
                 tenant,
                 num_bytes=len(prompt) if isinstance(prompt, str) else 0,
                 has_grammar=bool(params.structured_outputs),
@@ -156,13 +148,10 @@ class AsyncLLM:
         if request_id is not None:
             job = replace(job, request_id=request_id)
         self.admission.quotas.charge(tenant, num_prompt_tokens=len(job.requests[0].prompt_ids))
-        limits = [limit for limit in (timeout, self.limits.request_timeout) if limit is not None]
         for request in job.requests:
             request.priority, request.tenant, request.times.arrival = priority, tenant, arrival_time
             request.trace = [] if trace else None
-            request.deadline = arrival + min(limits, default=float("inf"))
-            if self.limits.queue_timeout is not None:
-                request.start_deadline = arrival + self.limits.queue_timeout
+            request.deadline, request.start_deadline = self.limits.deadlines(arrival, timeout)
         generation = Generation(job, self._forget)
         self.admission.add(generation)
         if not self._thread.add(job.requests):
@@ -328,31 +317,3 @@ class AsyncLLM:
         if self._owns_llm and ended:  # nobody else could end its other ranks, and threads that read weights
             await asyncio.to_thread(self.llm.shutdown)
         return ended and all_read
-
-    # -------------------------------------------------------------------- in the engine's thread
-
-    def _deliver(self, requests: Sequence[Request]) -> None:
-        chunks = []
-        for request in requests:
-            generation = self.admission.generation_of(request)
-            if generation is not None:
-                chunks.append((request, generation, generation.advance(request)))
-        if chunks:
-            with suppress(RuntimeError):  # the loop is closed: a hung step ends after all, or nobody awaited the end
-                self._loop.call_soon_threadsafe(self._hand_out, chunks)
-
-    def _died(self) -> None:
-        # All requests have ended. The ends of those that ended in the failed step have not been reported yet.
-        self._deliver([request for generation in self.admission.generations for request in generation.requests])
-
-    def _hand_out(self, chunks: Sequence[tuple[Request, Generation, TextChunk]]) -> None:
-        for request, generation, chunk in chunks:
-            if self.admission.generation_of(request) is None:
-                continue  # its end was reported before, or it has no reader
-            self.admission.quotas.charge(request.tenant, num_generated_tokens=len(chunk.token_ids))
-            if chunk.finish_reason is not None:
-                self.admission.remove([request])
-            if chunk.text or chunk.token_ids or chunk.steps or chunk.finish_reason is not None:
-                generation.put(chunk)
-            if generation.has_ended:
-                self._note_end(generation)

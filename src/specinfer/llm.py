@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 from typing import Any, NoReturn, Self
@@ -12,23 +11,23 @@ from specinfer.core.errors import RequestError, reworded
 from specinfer.core.limits import SLO
 from specinfer.core.lora import LoRARequest
 from specinfer.core.options import current_names
-from specinfer.core.outputs import OutputCursor, RequestOutput, TextChunk
+from specinfer.core.outputs import RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree_shape import TreeShape
 from specinfer.core.vllm_names import check_call
 from specinfer.drafters import MergedDrafter
 from specinfer.engine_args import EngineArgs, LoadArgs, with_arguments_of
+from specinfer.in_process import run, stream
 from specinfer.inputs.arguments import Message, Prompt, as_list, lora_list, one_params, params_list
 from specinfer.inputs.chat.conversations import read_conversations
-from specinfer.inputs.jobs import Job, JobReader
+from specinfer.inputs.jobs import JobReader
 from specinfer.inputs.prompts import PromptReader
 from specinfer.learning.adapt.adaptation import Adaptation
 from specinfer.metrics import EngineCounters, Metric
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.network import PolicyNetwork
-from specinfer.reporting.progress_bar import running_bar
 from specinfer.setup.assembly import assemble
 from specinfer.setup.engine import make_engine
 
@@ -236,7 +235,7 @@ class LLM:
                 if len(prompts) == 1:
                     raise
                 raise reworded(error, f"prompts[{i}]: {str(error).removeprefix('prompt: ')}") from error
-        self._run(jobs, show=use_tqdm)
+        run(self.engine, self._turn, jobs, show=use_tqdm)
         outputs = [job.output() for job in jobs]
         for output in outputs:
             output.warn_of_error(stacklevel=2)
@@ -302,41 +301,4 @@ class LLM:
         params = one_params(sampling_params)
         if params.n != 1:
             raise RequestError("n: a stream has one output; leave n at 1 or use generate")
-        return self._stream(self.jobs.read_next(prompt, params, lora_request))
-
-    def _stream(self, job: Job) -> Iterator[TextChunk]:
-        request = job.requests[0]
-        cursor, num_generated = OutputCursor(request), 0
-        with self._turn:
-            self.engine.add(request)
-        try:
-            while not request.is_finished:
-                with self._turn:
-                    # Other calls on this engine may have stepped in the meantime.
-                    if request.num_output == num_generated:
-                        self.engine.step()
-                    has_more = request.num_output > num_generated and not request.is_finished
-                    num_generated = request.num_output
-                    chunk = cursor.advance() if has_more else None
-                if chunk is not None:
-                    yield chunk
-            output = job.output()
-            output.warn_of_error(stacklevel=2)
-            yield replace(cursor.advance(), output=output)
-        finally:
-            with self._turn:
-                self.engine.abort(request)
-
-    def _run(self, jobs: Sequence[Job], *, show: bool) -> None:
-        requests = [request for job in jobs for request in job.requests]
-        unfinished = {request.request_id for request in requests}
-        with self._turn, running_bar(self.engine, len(requests), show=show) as progress:
-            for request in requests:
-                self.engine.add(request)
-            try:
-                while unfinished:
-                    unfinished -= {request.request_id for request in self.engine.step() if request.is_finished}
-                    progress(len(requests) - len(unfinished))
-            finally:  # so that an interrupt leaves nothing in the cache
-                for request in requests:
-                    self.engine.abort(request)
+        return stream(self.engine, self._turn, self.jobs.read_next(prompt, params, lora_request))

@@ -12,7 +12,7 @@ from heads import save_block, save_tiny_head
 from on_device import load_plain
 from specinfer.core.config import SpeculativeConfig
 from specinfer.drafters import HeadRunner, SelfRunner, make_drafter
-from specinfer.engine.device.processing import why_not, why_not_sampled
+from specinfer.engine.device.conditions import why_not, why_not_sampled
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.heads.load import load_head
 from specinfer.model.runner import ModelRunner

@@ -35,7 +35,7 @@ from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy
 from specinfer.verify import Acceptance, Probs, RandomSource
-from tiny import make_request, random_prompts
+from tiny import make_request, random_prompts, run
 
 CPU = torch.device("cpu")
 Pair = tuple[LoadedModel, LoadedModel]  # a target and a drafter
@@ -150,6 +150,67 @@ def make_device_engine(
     return Engine(runner, drafter, policy, scheduler, verification, executor)
 
 
+def requests_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Callable[[], list[Request]]:
+    """Return a function that makes the same requests anew, each with its number as name and seed."""
+    return lambda: [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, params, strict=False))]
+
+
+def plain_tokens(target: LoadedModel, requests: Sequence[Request]) -> list[list[int]]:
+    """Return the tokens of plain decoding in host steps."""
+    return run(make_device_engine(target, has_device_executor=False), requests)
+
+
+def check_same_tokens(
+    pair: tuple[LoadedModel, LoadedModel | Sequence[LoadedModel]],
+    tree: TreeBudget | SpeculationPolicy | None,
+    requests: Callable[[], list[Request]],
+    plain: list[list[int]] | None = None,
+    *,
+    all_on_device: bool = False,
+    **settings: Any,
+) -> tuple[Engine, list[Request]]:
+    """Check that requests have the tokens of plain decoding, and leave nothing; return them and their engine.
+
+    Args:
+        tree: The trees, or None to take steps without the drafter.
+        requests: Function that makes the requests.
+        plain: Their tokens in plain decoding, if they are known.
+        all_on_device: Whether all of them must take steps on the device.
+        settings: Further arguments of `make_device_engine`.
+    """
+    plain = plain_tokens(pair[0], requests()) if plain is None else plain
+    engine = make_device_engine(pair[0], None if tree is None else pair[1], tree, **settings)
+    served = requests()
+    if all_on_device:
+        assert run_on_device(engine, served) == set(served)
+    else:
+        run(engine, served)
+    assert [request.output_ids for request in served] == plain
+    check_left(engine)
+    return engine, served
+
+
+def in_each_way(
+    pair: tuple[LoadedModel, LoadedModel | Sequence[LoadedModel]],
+    tree: TreeBudget | SpeculationPolicy,
+    requests: Callable[[], list[Request]],
+    ways: Sequence[dict[str, bool]] = WAYS,
+    **settings: Any,
+) -> Iterator[tuple[Engine, list[Request]]]:
+    """Serve the same requests in each way to take steps; yield the engine and the requests of each.
+
+    All must take steps on the device where these are taken, and nothing is left.
+    """
+    for way in ways:
+        engine, served = make_device_engine(*pair, tree, **settings, **way), requests()
+        if way["has_device_executor"]:
+            assert run_on_device(engine, served) == set(served)
+        else:
+            run(engine, served)
+        check_left(engine)
+        yield engine, served
+
+
 def repeating_requests(params: Sequence[SamplingParams], lengths: Sequence[int] = (6, 9, 5, 7)) -> list[Request]:
     """Return requests whose prompts repeat themselves; greedy outputs of small models do too."""
     starts = random_prompts(list(lengths), seed=8)
@@ -193,6 +254,7 @@ def check_left(engine: Engine) -> None:
     for cache in caches:
         assert cache.is_balanced()
         assert cache.num_owned == 0
+    assert not engine.target.tensors.states._lent  # type: ignore[attr-defined]
 
 
 def run_on_device(engine: Engine, requests: Sequence[Request]) -> set[Request]:

@@ -20,7 +20,7 @@ from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import Request
 from specinfer.core.sampling import EFFECTS
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
-from specinfer.engine.device.processing import why_on_host
+from specinfer.engine.device.conditions import why_on_host
 from specinfer.model.graphs.capture import SynchronizationCheck, SynchronizationError
 from specinfer.model.load import LoadedModel
 from specinfer.ops import logits as ops_logits

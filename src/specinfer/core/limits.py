@@ -95,6 +95,17 @@ class QueueLimits:
         check_settings(self)
         check_float("max_step_seconds", self.max_step_seconds, 0.0, 1e9, low_open=True)
 
+    def deadlines(self, arrival: float, timeout: float | None) -> tuple[float, float]:
+        """Return the times by which a request must have ended, and must have been started.
+
+        Args:
+            arrival: Time at which it arrived.
+            timeout: Seconds that its caller allows, or None for no limit.
+        """
+        limits = [limit for limit in (timeout, self.request_timeout) if limit is not None]
+        start = float("inf") if self.queue_timeout is None else arrival + self.queue_timeout
+        return arrival + min(limits, default=float("inf")), start
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:

@@ -3,19 +3,16 @@
 Names, defaults and meanings are vLLM's, so that a caller can move a `SamplingParams` over unchanged.
 """
 
-import functools
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from specinfer.core.errors import as_python, as_tuple, check_float, check_int
 from specinfer.core.limits import SLO
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.tree_shape import parse_tree
-from specinfer.core.vllm_names import check_arguments, without_vllm_names
-from specinfer.core.vllm_tables import SAMPLING
+from specinfer.core.vllm_names import accepts_vllm_names
 
 
 class Effect(Enum):
@@ -44,7 +41,6 @@ EFFECTS = {
         Effect.NONE,
     ),
 }  # fmt: skip
-T = TypeVar("T")
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 100
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -58,30 +54,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-def _accepts_vllm_names(kind: type[T]) -> type[T]:
-    """Let the constructor of a dataclass take vLLM's names that have no effect, and refuse others by name.
-
-    Assignments, which vLLM allows, are refused with the remedy.
-    """
-    make = kind.__init__
-    known = tuple(inspect.signature(kind).parameters)
-
-    @functools.wraps(make)
-    def init(self: Any, **given: Any) -> None:
-        given = without_vllm_names({name: as_python(value) for name, value in given.items()}, SAMPLING, ())
-        check_arguments(kind.__name__, given, known)
-        make(self, **given)
-
-    def refuse(self: Any, name: str, value: Any) -> None:
-        raise FrozenInstanceError(
-            f"{name}: parameters never change; make others: dataclasses.replace(params, {name}={value!r:.60})"
-        )
-
-    kind.__init__, kind.__setattr__ = init, refuse  # type: ignore[method-assign]
-    return kind
-
-
-@_accepts_vllm_names
+@accepts_vllm_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Settings that control how the tokens of one request are chosen, and when the request ends.

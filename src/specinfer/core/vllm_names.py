@@ -2,16 +2,17 @@
 
 import difflib
 import functools
+import inspect
 import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 from typing import Any, TypeVar
 
 from specinfer.core.errors import as_python
 from specinfer.core.lookups import MTP, quoted_lookups, reserved_names
 from specinfer.core.options import current_names
 from specinfer.core.tree_shape import MAX_TREE_NODES
-from specinfer.core.vllm_tables import CALLS, ENGINE, METHODS, SPECULATIVE, VllmName
+from specinfer.core.vllm_tables import CALLS, ENGINE, METHODS, SAMPLING, SPECULATIVE, VllmName
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -218,3 +219,26 @@ def _choose_sizes(chosen: dict[str, Any]) -> None:
     for name, same in ((least, most), (most, least)):
         if name in chosen:
             chosen.setdefault(same, chosen[name])
+
+
+def accepts_vllm_names(kind: type[T]) -> type[T]:
+    """Let the constructor of sampling parameters take vLLM's names that have no effect, and refuse others by name.
+
+    Assignments, which vLLM allows, are refused with the remedy.
+    """
+    make = kind.__init__
+    known = tuple(inspect.signature(kind).parameters)
+
+    @functools.wraps(make)
+    def init(self: Any, **given: Any) -> None:
+        given = without_vllm_names({name: as_python(value) for name, value in given.items()}, SAMPLING, ())
+        check_arguments(kind.__name__, given, known)
+        make(self, **given)
+
+    def refuse(self: Any, name: str, value: Any) -> None:
+        raise FrozenInstanceError(
+            f"{name}: parameters never change; make others: dataclasses.replace(params, {name}={value!r:.60})"
+        )
+
+    kind.__init__, kind.__setattr__ = init, refuse  # type: ignore[method-assign]
+    return kind

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.draft_loop import DraftLoop, TreeGrower
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.tree_batch import GrowingTree
 from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.merge.scoring import Scoring
 from specinfer.drafters.small_model import REPLAYED_TOGETHER, SmallModelDrafter
+from specinfer.drafters.tree_grower import NativeGrower, TreeGrower
 from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary
 from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import Graphs
@@ -127,7 +127,7 @@ class FeatureDrafter(SmallModelDrafter):
     def _make_loop(self) -> TreeGrower | None:
         if type(self) is not FeatureDrafter or type(self.runner) is not HeadRunner:
             return None
-        return DraftLoop(
+        return NativeGrower(
             self.runner, self._cache, self.vocabulary, self.draft_sampling, self._calibration, self.name,
             self.runner.features,
         )  # fmt: skip

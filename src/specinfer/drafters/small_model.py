@@ -10,7 +10,6 @@ from torch import Tensor
 
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.draft_loop import DraftLoop, GrownTree, TreeGrower, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import Candidates, draw
@@ -18,6 +17,7 @@ from specinfer.drafters.growth.frontier import Level
 from specinfer.drafters.growth.tree_batch import GrowingTree, TreeBatch
 from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.merge.scoring import Losses, Scoring
+from specinfer.drafters.tree_grower import GrownTree, NativeGrower, TreeGrower, Wanted
 from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, Vocabulary
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import OutOfSlotsError
@@ -78,7 +78,9 @@ class SmallModelDrafter:
     def _make_loop(self) -> TreeGrower | None:
         if type(self.runner) is not ModelRunner:  # others have passes of their own
             return None
-        return DraftLoop(self.runner, self._cache, self.vocabulary, self.draft_sampling, self._calibration, self.name)
+        return NativeGrower(
+            self.runner, self._cache, self.vocabulary, self.draft_sampling, self._calibration, self.name
+        )
 
     @property
     def shares_vocabulary(self) -> bool:

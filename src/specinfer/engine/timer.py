@@ -7,6 +7,8 @@ launched. Here marks are put between the work itself, in some steps only. Marks 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,10 @@ class Mark(Protocol):
         """Return the milliseconds from this mark to `end`, once the device has reached both."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait until the device has reached this mark."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class HostMark:
@@ -34,11 +40,35 @@ class HostMark:
     def elapsed_time(self, end: "HostMark", /) -> float:
         return 1000 * (end.seconds - self.seconds)
 
+    def synchronize(self) -> None:
+        """Do nothing: the device has worked by then."""
 
-def _event(device: torch.device) -> Mark:
+
+def _mark(device: torch.device) -> Mark:
+    """Return a mark after all work that was launched so far."""
+    if device.type != "cuda":
+        return HostMark(time.perf_counter())
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+class Marks:
+    """Points in the work of a device, of which the last one can be waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._marks = device, list[Mark]()
+
+    def mark(self) -> None:
+        self._marks.append(_mark(self._device))
+
+    def wait(self) -> None:
+        """Wait for the last mark."""
+        self._marks[-1].synchronize()
+
+    def seconds(self) -> list[float]:
+        """Return the seconds from each mark to the next, once the last one is reached."""
+        return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._marks)]
 
 
 class StageMarks:
@@ -92,7 +122,7 @@ class DeviceTimer:
 
     def __init__(self, device: torch.device, every: int | None = None) -> None:
         is_gpu = device.type == "cuda"
-        self._make: Callable[[], Mark] = (lambda: _event(device)) if is_gpu else (lambda: HostMark(time.perf_counter()))
+        self._make = partial(_mark, device)
         self._device = device
         self._every = every or (_SAMPLED_STEPS if is_gpu else 1)
         self._num_steps = 0

@@ -15,8 +15,8 @@ from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_draft
 from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.vocabulary.token_map import Vocabulary
+from specinfer.engine.device.conditions import why_not
 from specinfer.engine.device.draft_programs import DraftPrograms, use_draft_programs
-from specinfer.engine.device.processing import why_not
 from specinfer.model.graphs.sizes import max_rows
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import is_hybrid

@@ -10,8 +10,9 @@ from specinfer.core.config import SpeculativeConfig
 from specinfer.core.errors import first_line
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
+from specinfer.engine.device.conditions import READS_LOGITS, why_not, why_not_sampled
 from specinfer.engine.device.executor import DeviceExecutor
-from specinfer.engine.device.processing import READS_LOGITS, Processing, why_not, why_not_sampled
+from specinfer.engine.device.processing import Processing
 from specinfer.engine.engine import Engine
 from specinfer.model.graphs.capture import CaptureError, Graphs
 from specinfer.model.runner import TargetRunner

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from specinfer.core.request import Request
-from specinfer.engine.device.launch import Marks
 from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.state import Exchange
+from specinfer.engine.timer import Marks
 from specinfer.model.graphs.buffers import InputBlock
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.graph_runner import GraphRunner

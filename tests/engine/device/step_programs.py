@@ -1,4 +1,4 @@
-"""Programs of steps on a device: of every kind of head, with numbers on the CPU, and without any."""
+"""StepPrograms of steps on a device: of every kind of head, with numbers on the CPU, and without any."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,13 +15,13 @@ from specinfer.drafters import HeadRunner, SelfRunner, make_drafter
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.engine.device.draft_loop import DeviceDrafter
-from specinfer.engine.device.draft_shape import shape_of, shape_of_guesses
+from specinfer.engine.device.draft_shape import PLAIN, shape_of, shape_of_guesses
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.processing import Processing
-from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.state import DeviceState
+from specinfer.engine.device.step_programs import StepPrograms
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.eagle3 import Eagle3Head
 from specinfer.model.heads.load import load_head, taps_of
@@ -99,7 +99,7 @@ def programs_of(
     is_sparse: bool = False,
     num_recomputed: int = 0,
     is_masked: bool = False,
-) -> Programs:
+) -> StepPrograms:
     """Return the programs of a step whose drafters are all alike.
 
     Args:
@@ -119,7 +119,7 @@ def programs_of(
         drafter = AssistantRunner(head, target) if is_assistant else HeadRunner(head, target, 512)
     drafting = make_drafter([drafter], loaded.vocab_size)
     assert drafting is not None
-    kind, most, shape = drafting.models[0].kind, 256 // rows, None
+    kind, most, shape = drafting.models[0].kind, 256 // rows, PLAIN
     if budget is not None and num_models:
         shape = shape_of([budget], most - 1, most, guess_depth, [kind] * num_models)
     elif budget is not None:
@@ -131,4 +131,4 @@ def programs_of(
     masks = TokenMasks(torch.zeros(256, loaded.vocab_size, device=loaded.device)) if is_masked else None
     size = LaunchSize(rows, shape, processing, asked, rule, num_recomputed=num_recomputed, is_masked=is_masked)
     drafters = [DeviceDrafter(drafter, kind, vocabulary.to_target)] * num_models
-    return Programs(size, state, target, drafters, adjustments, masks)
+    return StepPrograms(size, state, target, drafters, adjustments, masks)

@@ -12,6 +12,7 @@ from specinfer import SamplingParams
 from specinfer.core.lora import Adapter, LoRAConfig, LoRARequest
 from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
+from specinfer.engine.device.draft_shape import PLAIN
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.engine import Engine
 from specinfer.model.adapters.registry import Adapters
@@ -128,7 +129,7 @@ def test_adapters_of_steps_in_flight_are_not_mixed_up(
 
 def test_steps_without_adapters_need_no_adapter_slots(models: Models) -> None:
     """A step with them holds one without; nothing is read of slots where no request has one."""
-    sizes = LaunchSize(2, None), LaunchSize(2, None, adapts=True)
+    sizes = LaunchSize(2, PLAIN), LaunchSize(2, PLAIN, adapts=True)
     assert sizes[1].holds(sizes[0])
     assert not sizes[0].holds(sizes[1])
     engine = models.engine(None)

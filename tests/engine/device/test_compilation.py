@@ -18,7 +18,7 @@ from specinfer.engine.device.known_tokens import DraftInputs
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.passes import BlockPass
 from specinfer.engine.device.processing import Processing
-from specinfer.engine.device.programs import Programs
+from specinfer.engine.device.step_programs import StepPrograms
 from specinfer.model.heads import block, eagle3
 from specinfer.model.layers import device as device_decoder
 from specinfer.model.linears import quantize_linears
@@ -67,10 +67,10 @@ def skipped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def _run(programs: Programs) -> None:
+def _run(programs: StepPrograms) -> None:
     programs.inputs.clear()
     with torch.inference_mode(), Zeros():
-        if programs.size.shape is not None:
+        if programs.size.shape.num_nodes:
             programs.draft()
         programs.verify()
 
@@ -116,7 +116,6 @@ def test_features_of_mask_tokens_are_computed_before_kernels_are_left_out(
             DraftKind(reads_features=True, reads_paths=True, block=range(1, block.size), max_depth=block.max_depth),
         ),
     )
-    assert shape is not None
     none = torch.zeros(2, dtype=torch.int32)
     inputs = DraftInputs(torch.zeros(2, shape.num_columns, dtype=torch.int32), none, none)
     product = layer_ops.quantized_product

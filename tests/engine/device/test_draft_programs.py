@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,21 @@ from on_device import (
     Pair,
     check_left,
     come_and_go,
+    in_each_way,
     load_plain,
     make_device_engine,
+    plain_tokens,
     repeating_requests,
-    run_on_device,
 )
 from specinfer import StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import FinishReason, Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
-from specinfer.drafters.draft_loop import GrownTree, Wanted
 from specinfer.drafters.drafter_cache import DrafterCache
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
+from specinfer.drafters.tree_grower import GrownTree, Wanted
 from specinfer.engine.device import processing
 from specinfer.engine.device.draft_programs import DraftPrograms
 from specinfer.engine.device.launch_size import LaunchSize
@@ -108,15 +110,9 @@ def test_trees_are_those_of_steps_on_the_device(
     """Nothing is learned meanwhile: steps on the device take over what is learned every few steps."""
     monkeypatch.setattr(Calibration, "observe", lambda *_: None)
     found = []
-    for way in WAYS[1:]:
-        engine = make_device_engine(*pair, TREES[tree], **way)
-        requests = repeating_requests(MIXED_PARAMS[:3], (6, 9, 5))
-        if way["has_device_executor"]:
-            assert run_on_device(engine, requests) == set(requests)
-        else:
-            run(engine, requests)
+    repeating = partial(repeating_requests, MIXED_PARAMS[:3], (6, 9, 5))
+    for _, requests in in_each_way(pair, TREES[tree], repeating, WAYS[1:]):
         found.append(_outcomes(requests))
-        check_left(engine)
     assert found[0] == found[1]
     assert len(drafts) > 5
     assert None not in drafts
@@ -205,12 +201,9 @@ def test_biases_and_penalties_are_those_of_growth_level_by_level(
 ) -> None:
     """Requests come and go; each keeps its row, to which the tokens that it emits are added."""
     found = []
-    for way in WAYS[:2]:
-        engine = make_device_engine(*pair, TREES["wide"], verification=rule, max_num_seqs=3, **way)
-        requests = repeating_requests(ADJUSTED, (6, 9, 5, 7, 4))
-        run(engine, requests)
+    repeating = partial(repeating_requests, ADJUSTED, (6, 9, 5, 7, 4))
+    for _, requests in in_each_way(pair, TREES["wide"], repeating, WAYS[:2], verification=rule, max_num_seqs=3):
         found.append((_outcomes(requests), [one.uniforms.state for one in requests]))
-        check_left(engine)
     assert found[0] == found[1]
     assert sum(one["num_accepted_draft_tokens"] for _, one in found[0][0]) > 20
     assert len(drafts) > 5
@@ -269,7 +262,7 @@ def test_without_memory_for_penalties_trees_grow_level_by_level(
     pair: Pair, drafts: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of requests with penalties, next to others, whose trees a program grows in the same step."""
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), repeating_requests(MIXED_PARAMS))
+    wanted = plain_tokens(pair[0], repeating_requests(MIXED_PARAMS))
     engine, requests = _engine(pair, TREES["best first"]), repeating_requests(MIXED_PARAMS)
 
     def full(*_: Any) -> None:
@@ -329,7 +322,7 @@ def test_with_few_slots_trees_grow_level_by_level(pair: Pair, drafts: list[int |
     prompts = random_prompts([9, 12, 7])
     requests, again = ([make_request(str(i), one, MIXED_PARAMS[0]) for i, one in enumerate(prompts)] for _ in range(2))
     engine = _engine(pair, TREES["best first"], num_draft_slots=90)
-    assert run(engine, requests) == run(make_device_engine(pair[0], has_device_executor=False), again)
+    assert run(engine, requests) == plain_tokens(pair[0], again)
     assert None in drafts
     check_left(engine)
 

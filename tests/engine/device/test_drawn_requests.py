@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from on_device import Pair, add_rejecting_rule, check_left, executor_of, load_plain, make_device_engine, run_on_device
+from on_device import (
+    Pair,
+    add_rejecting_rule,
+    check_left,
+    executor_of,
+    load_plain,
+    make_device_engine,
+    plain_tokens,
+    run_on_device,
+)
 from specinfer import SamplingParams
 from specinfer.core.request import DRAWS_EACH, Request, Span
 from specinfer.core.rules import random_rules
@@ -210,7 +219,7 @@ def test_requests_of_both_rules_share_steps(widths: Sequence[int], pair: Pair) -
 def test_best_first_requests_of_both_rules_share_steps(pair: Pair) -> None:
     """Those under the coupled rule, and greedy ones, have the tokens of plain decoding."""
     plain, requests = _requests(), _requests()
-    run(make_device_engine(pair[0], has_device_executor=False), plain)
+    plain_tokens(pair[0], plain)
     rules = {0: "traversal", 2: "coupled", 3: "traversal", 5: "coupled"}
     for number, rule in rules.items():
         requests[number].verification = rule

@@ -16,7 +16,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import save_tiny_block, save_tiny_head
-from on_device import WAYS, Pair, check_left, executor_of, load_plain, make_device_engine, run_on_device
+from on_device import (
+    WAYS,
+    Pair,
+    check_left,
+    check_same_tokens,
+    executor_of,
+    in_each_way,
+    load_plain,
+    make_device_engine,
+    plain_tokens,
+    requests_of,
+    run_on_device,
+)
 from specinfer import LLM, SamplingParams
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.step_record import StepRecord
@@ -26,14 +38,15 @@ from specinfer.drafters import MergedDrafter, SmallModelDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.engine.device.budgets import DeviceBudgets
 from specinfer.engine.device.executor import DeviceExecutor
-from specinfer.engine.device.launch import Answers, Launch, Marks
+from specinfer.engine.device.launch import Answers, Launch
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import Processing
-from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.served_requests import ServedRequests
+from specinfer.engine.device.step_programs import StepPrograms
 from specinfer.engine.executor import StepResult
 from specinfer.engine.host_executor import HostExecutor
+from specinfer.engine.timer import Marks
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
 from specinfer.model.heads.load import load_head
 from specinfer.model.runner import ModelRunner
@@ -42,7 +55,7 @@ from specinfer.ops import tree_ops
 from specinfer.ops.logits import Adjustments
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.request_policy import RequestPolicy
-from tiny import VOCAB, make_request, quick, random_prompts, run
+from tiny import FAMILIES, VOCAB, make_request, quick, random_prompts, run
 
 Folder = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -62,19 +75,18 @@ TREES = {
 }
 
 
-def _requests() -> list[Request]:
-    return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS, PARAMS, strict=True))]
-
-
+_requests = requests_of(PROMPTS, PARAMS)
 BOTH = pytest.mark.parametrize("pair", ["small model", "head"], indirect=True)
 ALL = pytest.mark.parametrize("pair", ["small model", "head", "block head"], indirect=True)
 
 
 @pytest.fixture(scope="module")
 def pair(model_folder: Folder, request: pytest.FixtureRequest) -> Pair:
-    """Return a target with a small model that is often right, or with a head that seldom is."""
-    target = load_plain(model_folder("llama"))
+    """Return a target with a small model that is often right, or with a head that seldom is; of llama, or a family."""
     kind, folder = getattr(request, "param", "small model"), model_folder("llama").parent
+    if kind in FAMILIES:
+        return load_plain(model_folder(kind)), load_plain(model_folder(kind, 0, 0.05))
+    target = load_plain(model_folder("llama"))
     if kind == "head":
         return target, load_head(save_tiny_head(folder / "head"), target)
     if kind == "block head":
@@ -84,7 +96,7 @@ def pair(model_folder: Folder, request: pytest.FixtureRequest) -> Pair:
 
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> list[list[int]]:
-    return run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    return plain_tokens(pair[0], _requests())
 
 
 # -------------------------------------------------------------------------------------------- tokens
@@ -92,10 +104,7 @@ def plain(pair: Pair) -> list[list[int]]:
 
 @pytest.mark.parametrize("tree", TREES)
 def test_the_same_tokens(tree: str, pair: Pair, plain: list[list[int]]) -> None:
-    engine = make_device_engine(pair[0], pair[1] if TREES[tree] else None, TREES[tree])
-    requests = _requests()
-    assert run(engine, requests) == plain
-    check_left(engine)
+    engine, requests = check_same_tokens(pair, TREES[tree], _requests, plain)
     assert executor_of(engine).num_launched >= 4
     assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
 
@@ -103,21 +112,19 @@ def test_the_same_tokens(tree: str, pair: Pair, plain: list[list[int]]) -> None:
 @pytest.mark.parametrize("tree", ["chain", "2,2,1"])
 def test_fixed_trees_are_those_of_host_steps(tree: str, pair: Pair) -> None:
     """The same guesses, so the same path is kept in each step."""
-    told = []
-    for has_device_executor in (False, True):
-        requests = _requests()
-        run(make_device_engine(*pair, TREES[tree], has_device_executor=has_device_executor), requests)
-        told.append([request.speculation.as_dict() for request in requests])
+    told = [
+        [request.speculation.as_dict() for request in requests]
+        for _, requests in in_each_way(pair, TREES[tree], _requests, WAYS[::2])
+    ]
     assert told[0] == told[1]
     assert sum(one["num_accepted_draft_tokens"] for one in told[0]) > 20
 
 
 def test_acceptance_is_learned_as_in_host_steps(pair: Pair) -> None:
-    tables = []
-    for has_device_executor in (False, True):
-        engine = make_device_engine(*pair, TREES["2,2,1"], has_device_executor=has_device_executor)
-        run(engine, _requests())
-        tables.append([engine.drafter.calibration.lines(name) for name in ("small", "small sampled")])
+    tables = [
+        [engine.drafter.calibration.lines(name) for name in ("small", "small sampled")]
+        for engine, _ in in_each_way(pair, TREES["2,2,1"], _requests, WAYS[::2])
+    ]
     np.testing.assert_allclose(tables[0], tables[1], rtol=1e-5)
 
 
@@ -125,11 +132,8 @@ def test_acceptance_is_learned_as_in_host_steps(pair: Pair) -> None:
 def test_requests_that_come_and_go(pair: Pair) -> None:
     prompts = random_prompts([3 + 7 * i % 41 for i in range(14)], seed=9)
     params = [SamplingParams(temperature=[0.0, 1.0, 0.7][i % 3], max_tokens=2 + 5 * i % 23) for i in range(14)]
-
-    def requests() -> list[Request]:
-        return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
-
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    requests = requests_of(prompts, params)
+    wanted = plain_tokens(pair[0], requests())
     engine = make_device_engine(*pair, TREES["best-first"], max_num_seqs=5, max_num_batched_tokens=24)
     coming, served = requests(), list[Request]()
     while coming or engine.has_work:
@@ -150,12 +154,10 @@ def test_few_slots(tree: str, keeps_prefixes: bool, pair: Pair, plain: list[list
     """Requests are put back and go on; the device executor steps aside for it."""
     num_preempted = num_launched = 0
     for num_slots in (56, 150):
-        engine = make_device_engine(
-            pair[0], pair[1] if TREES[tree] else None, TREES[tree],
+        engine, _ = check_same_tokens(
+            pair, TREES[tree], _requests, plain,
             num_slots=num_slots, keeps_prefixes=keeps_prefixes, max_num_batched_tokens=24,
         )  # fmt: skip
-        assert run(engine, _requests()) == plain
-        check_left(engine)
         num_preempted += engine.metrics.num_preempted
         num_launched += executor_of(engine).num_launched
     assert num_preempted > 0
@@ -169,11 +171,8 @@ def test_temperatures_that_count_as_greedy(pair: Pair) -> None:
         SamplingParams(temperature=1e-44, max_tokens=20),
         SamplingParams(temperature=0.0, top_p=0.5, top_k=3, max_tokens=20),
     ]
-
-    def requests() -> list[Request]:
-        return [make_request(str(i), PROMPTS[i], one, seed=i) for i, one in enumerate(params)]
-
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    requests = requests_of(PROMPTS, params)
+    wanted = plain_tokens(pair[0], requests())
     engine, served = make_device_engine(*pair, TREES["2,2,1"]), requests()
     for request in served:
         engine.add(request)
@@ -188,22 +187,16 @@ def test_temperatures_that_count_as_greedy(pair: Pair) -> None:
 @BOTH
 @pytest.mark.parametrize("num_draft_slots", [20, 60, 100])
 def test_few_slots_of_the_drafter(num_draft_slots: int, pair: Pair, plain: list[list[int]]) -> None:
-    engine = make_device_engine(*pair, TREES["2,2,1"], num_draft_slots=num_draft_slots)
-    assert run(engine, _requests()) == plain
-    check_left(engine)
+    check_same_tokens(pair, TREES["2,2,1"], _requests, plain, num_draft_slots=num_draft_slots)
 
 
 @BOTH
 def test_prefixes_are_shared(pair: Pair) -> None:
     start = random_prompts([40], seed=2)[0]
     prompts = [start + tail for tail in random_prompts([3, 5, 1, 8], seed=3)]
-
-    def requests() -> list[Request]:
-        return [make_request(str(i), p, PARAMS[i], seed=i) for i, p in enumerate(prompts)]
-
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
-    engine = make_device_engine(*pair, TREES["2,2,1"], keeps_prefixes=True)
-    assert run(engine, requests()) == wanted
+    requests = requests_of(prompts, PARAMS)
+    wanted = plain_tokens(pair[0], requests())
+    engine, _ = check_same_tokens(pair, TREES["2,2,1"], requests, wanted, keeps_prefixes=True)
     again = requests()
     assert run(engine, again) == wanted, "from what the device executor has computed and left in the cache"
     assert all(request.num_cached >= len(request.prompt_ids) - 1 for request in again)
@@ -213,7 +206,7 @@ def test_prefixes_are_shared(pair: Pair) -> None:
         return [make_request(f"{i} on", prompt + said, GREEDY) for i, (prompt, said) in enumerate(both)]
 
     followed = longer()
-    assert run(engine, followed) == run(make_device_engine(pair[0], has_device_executor=False), longer())
+    assert run(engine, followed) == plain_tokens(pair[0], longer())
     assert all(request.num_cached > len(prompt) for request, prompt in zip(followed, prompts, strict=True))
     check_left(engine)
 
@@ -232,12 +225,9 @@ PROCESSED = [
 @pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first"])
 def test_tokens_of_processed_logits_are_those_of_host_steps(tree: str, pair: Pair) -> None:
     """Truncation, penalties and biases; the same trees too, as these decide what is drafted."""
-
-    def requests(params: Sequence[SamplingParams]) -> list[Request]:
-        return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS * 2, params, strict=False))]
-
     for params in (PROCESSED[:2], [*PARAMS[:2], *PROCESSED]):
-        wanted, found, small = requests(params), requests(params), pair[1] if TREES[tree] else None
+        requests, small = requests_of(PROMPTS * 2, params), pair[1] if TREES[tree] else None
+        wanted, found = requests(), requests()
         plain = run(make_device_engine(pair[0], small, TREES[tree], has_device_executor=False), wanted)
         engine = make_device_engine(pair[0], small, TREES[tree], max_num_seqs=6)
         served = run_on_device(engine, found)
@@ -255,7 +245,7 @@ def test_penalties_for_which_no_memory_is_left(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(Adjustments, "empty", lacking)
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), [make_request("0", PROMPTS[0], PROCESSED[2])])
+    wanted = plain_tokens(pair[0], [make_request("0", PROMPTS[0], PROCESSED[2])])
     requests = [make_request("0", PROMPTS[0], PROCESSED[2]), make_request("1", PROMPTS[0], GREEDY)]
     engine = make_device_engine(*pair, TREES["2,2,1"])
     assert run(engine, requests)[0] == wanted[0]
@@ -273,7 +263,7 @@ def test_device_requests_run_next_to_requests_with_host_steps(
             request.prediction_ids = tuple(PROMPTS[1])
         return found
 
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    wanted = plain_tokens(pair[0], requests())
     engine, found = make_device_engine(*pair, TREES[tree], max_num_batched_tokens=16), requests()
     with caplog.at_level(logging.INFO):
         assert run_on_device(engine, found) == set(found[1::2])
@@ -317,28 +307,19 @@ def test_the_device_is_told_the_acceptance_of_requests_whose_rule_is_chosen(
 
 
 def test_plain_decoding_takes_steps_on_the_device_under_every_rule(pair: Pair, plain: list[list[int]]) -> None:
-    engine, requests = make_device_engine(pair[0], verification="multi-step"), _requests()
-    assert run(engine, requests) == plain
+    engine, _ = check_same_tokens(pair, None, _requests, plain, verification="multi-step")
     assert executor_of(engine).num_launched > 4
 
 
 def test_requests_with_trees_of_their_own(pair: Pair) -> None:
     trees = [None, "off", "1,1", "best-first:5:3", "3,1,2"]
-
-    def requests() -> list[Request]:
-        params = [replace(one, tree=tree) for one, tree in zip(PARAMS, trees, strict=True)]
-        return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS, params, strict=True))]
-
-    plain = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    requests = requests_of(PROMPTS, [replace(one, tree=tree) for one, tree in zip(PARAMS, trees, strict=True)])
     policy = RequestPolicy(FixedPolicy(TREES["2,2,1"]), lambda: FixedPolicy())
-    engine = make_device_engine(*pair, policy)
-    served = requests()
-    assert run(engine, served) == plain
+    _, served = check_same_tokens(pair, policy, requests)
     said = [request.speculation for request in served]
     assert [one.max_depth for one in said] == [3, 0, 2, 3, 3]
     assert said[1].num_draft_tokens == 0
     assert said[2].num_draft_tokens <= 2 * said[2].num_spec_steps
-    check_left(engine)
 
 
 class Wavering(FixedPolicy):
@@ -369,8 +350,7 @@ def test_levels_that_do_not_pay_are_left_out(
     found = {}
     for min_gain in (0.0, 0.3, 9.0):
         depths.clear()
-        engine = make_device_engine(*pair, TreeBudget(max_nodes=16, max_depth=8, min_gain=min_gain))
-        assert run(engine, _requests()) == plain
+        check_same_tokens(pair, TreeBudget(max_nodes=16, max_depth=8, min_gain=min_gain), _requests, plain)
         assert depths[:2] == [8, 8], "nothing is known before the first step is read"
         found[min_gain] = max(depths[2:])
     assert found[0.0] == 8
@@ -464,9 +444,7 @@ def test_sizes_are_captured_when_larger_ones_have_cost_as_much(pair: Pair, monke
 
     monkeypatch.setattr(DeviceRows, "launch", launched)
     request = make_request("0", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40))
-    wanted = run(
-        make_device_engine(pair[0], has_device_executor=False), [make_request("0", PROMPTS[0], request.params)]
-    )
+    wanted = plain_tokens(pair[0], [make_request("0", PROMPTS[0], request.params)])
     assert run(engine, [request]) == wanted
     assert sizes[:5] == [(6, 16)] * 3 + [(3, 11)] * 2
     assert request.speculation.max_depth == 3
@@ -499,36 +477,22 @@ def test_step_costs_are_reported_as_measured(pair: Pair, monkeypatch: pytest.Mon
 
 
 def test_drafters_that_are_asked_now_and_then(pair: Pair, plain: list[list[int]]) -> None:
-    engine = make_device_engine(*pair, Wavering(TREES["2,2,1"]))
-    requests = _requests()
-    assert run(engine, requests) == plain
+    _, requests = check_same_tokens(pair, Wavering(TREES["2,2,1"]), _requests, plain)
     assert sum(request.speculation.num_accepted_draft_tokens for request in requests) > 5
-    check_left(engine)
 
 
 def test_a_drafter_with_a_shorter_context_and_fewer_tokens(pair: Pair, model_folder: Folder) -> None:
     """Beyond them nothing is guessed, and nothing is read where there is no position or row for it."""
     small = load_plain(model_folder("gpt2", 1, vocab_size=60, n_positions=32))
-
-    def requests() -> list[Request]:
-        prompts = random_prompts([4, 9, 20, 29, 40], seed=1, vocab=60)
-        return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, PARAMS, strict=True))]
-
-    plain = run(make_device_engine(pair[0], has_device_executor=False), requests())
-    assert max(map(max, plain)) >= 60
-    engine = make_device_engine(pair[0], small, TREES["2,2,1"])
-    served = requests()
-    assert run(engine, served) == plain
+    requests = requests_of(random_prompts([4, 9, 20, 29, 40], seed=1, vocab=60), PARAMS)
+    _, served = check_same_tokens((pair[0], small), TREES["2,2,1"], requests)
+    assert max(max(request.output_ids) for request in served) >= 60
     assert any(request.speculation.num_draft_tokens for request in served)
-    check_left(engine)
 
 
-@pytest.mark.parametrize("family", ["opt", "gemma2", "mistral", "gpt_oss", "falcon"])
-def test_families(family: str, model_folder: Folder) -> None:
-    target, small = load_plain(model_folder(family)), load_plain(model_folder(family, 0, 0.05))
-    plain = run(make_device_engine(target, has_device_executor=False), _requests())
-    engine = make_device_engine(target, small, TREES["2,2,1"])
-    assert run(engine, _requests()) == plain
+@pytest.mark.parametrize("pair", ["opt", "gemma2", "mistral", "gpt_oss", "falcon"], indirect=True)
+def test_families(pair: Pair) -> None:
+    engine, _ = check_same_tokens(pair, TREES["2,2,1"], _requests)
     assert executor_of(engine).num_launched > 4
 
 
@@ -548,13 +512,10 @@ def test_the_ends_of_requests(pair: Pair, plain: list[list[int]]) -> None:
             ]
 
         wanted = requests()
-        tokens = run(make_device_engine(pair[0], has_device_executor=False), wanted)
-        engine = make_device_engine(*pair, TREES["2,2,1"])
-        found = requests()
-        assert run(engine, found) == tokens
+        tokens = plain_tokens(pair[0], wanted)
+        _, found = check_same_tokens(pair, TREES["2,2,1"], requests, tokens)
         assert [r.finish_reason for r in found] == [r.finish_reason for r in wanted]
         assert [r.speculation.num_generated for r in found] == [len(t) for t in tokens]
-        check_left(engine)
 
 
 @pytest.mark.parametrize("tree", ["off", "2,2,1", "best-first"])
@@ -567,12 +528,6 @@ def test_outputs_do_not_end_before_their_fewest_tokens(
         for one, tokens, fewest in zip(PARAMS, plain, (5, 1, 8, 3, 6), strict=True)
     ]
     params[3] = replace(params[3], stop_token_ids=[*range(0, 96, 4)], min_tokens=7)
-
-    def requests() -> list[Request]:
-        return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS, params, strict=True))]
-
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
-    found, small = requests(), pair[1] if TREES[tree] else None
     joined, write = list[tuple[str, int]](), DeviceRows.write
 
     def written(self: DeviceRows, row: int, request: Request, *args: Any, **options: Any) -> None:
@@ -580,13 +535,11 @@ def test_outputs_do_not_end_before_their_fewest_tokens(
         write(self, row, request, *args, **options)
 
     monkeypatch.setattr(DeviceRows, "write", written)
-    engine = make_device_engine(pair[0], small, TREES[tree])
-    assert run(engine, found) == wanted
+    _, found = check_same_tokens(pair, TREES[tree], requests_of(PROMPTS, params))
     assert [request.finish_reason for request in found].count(FinishReason.STOP) == 4
     assert dict(joined)["0"] < 5
     assert dict(joined)["2"] < 8
     assert all(num_output >= 7 for request_id, num_output in joined if request_id == "3"), "it has too many ends"
-    check_left(engine)
 
 
 def test_at_the_end_of_the_context(model_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
@@ -598,12 +551,9 @@ def test_at_the_end_of_the_context(model_folder: Folder, caplog: pytest.LogCaptu
         params = SamplingParams(temperature=0.0, max_tokens=None)
         return [make_request(str(i), p, params, max_model_len=256) for i, p in enumerate(prompts)]
 
-    plain = run(make_device_engine(target, has_device_executor=False), requests())
-    assert [len(tokens) for tokens in plain] == [16, 20]
-    engine = make_device_engine(target, small, TREES["2,2,1"])
-    assert run(engine, requests()) == plain
+    _, served = check_same_tokens((target, small), TREES["2,2,1"], requests)
+    assert [request.num_output for request in served] == [16, 20]
     assert "failed" not in caplog.text, "on a GPU no step would come after one that looks there"
-    check_left(engine)
 
 
 def test_texts_with_stop_strings_next_to_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -743,18 +693,8 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if found is NotImplemented else found
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_programs_can_be_captured(family: str, model_folder: Folder) -> None:
-    pair = load_plain(model_folder(family)), load_plain(model_folder(family, 0, 0.05))
-    check_that_programs_can_be_captured(pair)
-
-
-@pytest.mark.parametrize("pair", ["head"], indirect=True)
-def test_programs_of_heads_can_be_captured(pair: Pair) -> None:
-    check_that_programs_can_be_captured(pair)
-
-
-def check_that_programs_can_be_captured(pair: Pair) -> None:
+@pytest.mark.parametrize("pair", ["llama", "gemma2", "gpt2", "head"], indirect=True)
+def test_programs_can_be_captured(pair: Pair) -> None:
     engine = make_device_engine(*pair, TREES["best-first"])
     for request in [*_requests(), make_request("5", PROMPTS[0], replace(PROCESSED[2], logprobs=2))]:
         engine.add(request)
@@ -771,22 +711,19 @@ def check_that_programs_can_be_captured(pair: Pair) -> None:
     engine._abandon()
 
 
-# Programs of a head have no kernels that the others have not, and the interpreter takes seconds.
+# StepPrograms of a head have no kernels that the others have not, and the interpreter takes seconds.
 @pytest.mark.parametrize(
     "pair", quick(["small model", "head", "block head"], "small model", "block head"), indirect=True
 )
 def test_kernels_take_what_programs_give_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's, in its interpreter: types, strides and what is padding are what they expect."""
     kernels = pytest.importorskip("triton.runtime.interpreter")
-
-    def requests() -> list[Request]:
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=5),
-            SamplingParams(temperature=0.7, max_tokens=4, top_k=9, repetition_penalty=1.2),
-        ]
-        return [make_request(str(i), PROMPTS[0], one, seed=i) for i, one in enumerate(params)]
-
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), requests())
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=5),
+        SamplingParams(temperature=0.7, max_tokens=4, top_k=9, repetition_penalty=1.2),
+    ]
+    requests = requests_of([PROMPTS[0]] * 2, params)
+    wanted = plain_tokens(pair[0], requests())
     engine = make_device_engine(*pair, TreeBudget.expansion((2, 1)))
     calls: list[str] = []
     run_interpreted = kernels.GridExecutor.__call__
@@ -840,35 +777,31 @@ def test_programs_touch_nothing_when_no_request_is_there(pair: Pair) -> None:
 @BOTH
 def test_steps_that_fail_cost_time_only(pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("draft", "verify"):
-        original, calls = getattr(Programs, place), []
+        original, calls = getattr(StepPrograms, place), []
 
-        def failing(self: Programs, original: Any = original, calls: list[int] = calls) -> None:
+        def failing(self: StepPrograms, original: Any = original, calls: list[int] = calls) -> None:
             calls.append(1)
             if len(calls) in (3, 7):
                 raise RuntimeError("out of something")
             original(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Programs, place, failing)
-            engine = make_device_engine(*pair, TREES["2,2,1"])
-            assert run(engine, _requests()) == plain
+            patch.setattr(StepPrograms, place, failing)
+            engine, _ = check_same_tokens(pair, TREES["2,2,1"], _requests, plain)
         assert len(engine.executors) == 2
         assert len(calls) >= 7
-        check_left(engine)
 
 
 def test_after_failures_in_a_row_all_steps_are_ordinary(
     pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def failing(self: Programs) -> None:
+    def failing(self: StepPrograms) -> None:
         raise RuntimeError("out of something")
 
-    monkeypatch.setattr(Programs, "verify", failing)
-    engine = make_device_engine(*pair, TREES["2,2,1"])
-    assert run(engine, _requests()) == plain
+    monkeypatch.setattr(StepPrograms, "verify", failing)
+    engine, _ = check_same_tokens(pair, TREES["2,2,1"], _requests, plain)
     assert engine.executors == [engine.host]
     assert "no more steps are taken on the device" in caplog.text
-    check_left(engine)
 
 
 def test_what_cannot_be_captured_is_tried_once(
@@ -878,10 +811,8 @@ def test_what_cannot_be_captured_is_tried_once(
         raise CaptureError("it waits for the device")
 
     monkeypatch.setattr(Graphs, "captured", refused)
-    engine = make_device_engine(*pair, TREES["2,2,1"])
-    assert run(engine, _requests()) == plain
+    engine, _ = check_same_tokens(pair, TREES["2,2,1"], _requests, plain)
     assert engine.executors == [engine.host]
-    check_left(engine)
 
 
 @pytest.mark.parametrize("most_rows", [1, 4, 0])
@@ -905,19 +836,17 @@ def test_steps_that_there_is_no_memory_to_capture_are_ordinary(
         launched.append(one.size.num_rows)
 
     monkeypatch.setattr(DeviceRows, "launch", counted)
-    engine = make_device_engine(*pair, TREES["best-first"])
-    assert run(engine, _requests()) == plain
+    engine, _ = check_same_tokens(pair, TREES["best-first"], _requests, plain)
     assert len(failed) <= 3
     assert len(engine.executors) == 1 + bool(most_rows)
     assert max(launched, default=0) == most_rows
-    check_left(engine)
 
 
 @BOTH
 def test_an_interrupt_anywhere_leaves_nothing_behind(pair: Pair, plain: list[list[int]], monkeypatch: Any) -> None:
     for owner, name in (
-        (Programs, "draft"),
-        (Programs, "verify"),
+        (StepPrograms, "draft"),
+        (StepPrograms, "verify"),
         (DeviceExecutor, "verify"),
         (ServedRequests, "join"),
     ):

@@ -6,15 +6,26 @@ from typing import Any
 
 import pytest
 
-from on_device import Pair, executor_of, make_device_engine, repeating_requests, run_on_device
+from on_device import (
+    WAYS,
+    Pair,
+    check_same_tokens,
+    executor_of,
+    in_each_way,
+    make_device_engine,
+    plain_tokens,
+    repeating_requests,
+    requests_of,
+)
 from specinfer.core.request import Request, Span
 from specinfer.core.rules import random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters import MergedDrafter
-from specinfer.engine.device.launch import Launch, Marks
+from specinfer.engine.device.launch import Launch
+from specinfer.engine.timer import Marks
 from specinfer.policy.base import FixedPolicy
-from tiny import make_request, run
+from tiny import run
 
 TREES = {
     "2,1,1": TreeBudget.expansion((2, 1, 1), num_drafters=3),
@@ -35,23 +46,19 @@ def _requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> list[list[int]]:
-    return run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    return plain_tokens(pair[0], _requests())
 
 
 @pytest.mark.parametrize("tree", TREES)
 def test_the_tokens_are_those_of_plain_decoding(tree: str, pair: Pair, plain: list[list[int]]) -> None:
-    engine = make_device_engine(*pair, TREES[tree], lookups=["suffix", "ngram"])
-    requests = _requests()
-    served = run_on_device(engine, requests)
-    assert [request.output_ids for request in requests] == plain
-    assert served == set(requests)
+    engine, requests = check_same_tokens(
+        pair, TREES[tree], _requests, plain, all_on_device=True, lookups=["suffix", "ngram"]
+    )
     origins = {origin for request in requests for origin in request.origins}
     assert {"suffix", "ngram"} & origins
     if tree == "gain":
         assert executor_of(engine)._budgets._level_probs.cut([TREES[tree]], 1.0)[0].max_depth == 1
         assert max(request.speculation.max_depth for request in requests) > 1, "lookups go deeper than the model"
-    assert engine.target.cache.is_balanced()
-    assert isinstance(engine.drafter, MergedDrafter)
 
 
 @pytest.mark.parametrize("has_model", [False, True])
@@ -61,18 +68,10 @@ def test_lookups_draft_alone_where_no_model_is_asked(
 ) -> None:
     """The tokens are those of plain decoding, and the trees those of host steps."""
     budget, counts, tables = replace(TREES[tree], drafters=frozenset({"suffix"})), [], []
-    for has_device_executor in (False, True):
-        engine = make_device_engine(
-            pair[0], pair[1] if has_model else None, budget, lookups=["suffix"], has_device_executor=has_device_executor
-        )  # fmt: skip
-        requests = _requests()
-        served = run_on_device(engine, requests) if has_device_executor else set(requests)
-        if not has_device_executor:
-            run(engine, requests)
-        assert served == set(requests)
+    drafters = [pair[1]] if has_model else []
+    for engine, requests in in_each_way((pair[0], drafters), budget, _requests, WAYS[::2], lookups=["suffix"]):
         assert [request.output_ids for request in requests] == plain
         assert {origin for request in requests for origin in request.origins} == {"suffix", None}
-        assert engine.target.cache.is_balanced()
         counts.append([request.speculation.as_dict() for request in requests])
         assert isinstance(engine.drafter, MergedDrafter)
         tables.append(engine.drafter.calibration.by_rank("suffix").tolist())
@@ -95,11 +94,8 @@ class Turns(FixedPolicy):
 
 
 def test_a_model_reads_what_steps_of_lookups_alone_emitted(pair: Pair, plain: list[list[int]]) -> None:
-    engine, requests = make_device_engine(*pair, Turns(), lookups=["suffix"]), _requests()
-    assert run_on_device(engine, requests) == set(requests)
-    assert [request.output_ids for request in requests] == plain
+    _, requests = check_same_tokens(pair, Turns(), _requests, plain, all_on_device=True, lookups=["suffix"])
     assert {"small", "suffix"} <= {origin for request in requests for origin in request.origins}
-    assert engine.target.cache.is_balanced()
 
 
 def test_two_steps_are_in_flight_while_lookups_are_not_asked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,12 +115,10 @@ def test_two_steps_are_in_flight_while_lookups_are_not_asked(pair: Pair, monkeyp
 @pytest.mark.parametrize("rule", random_rules())
 def test_lookups_guess_for_greedy_requests_under_every_rule(rule: str, pair: Pair) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40)
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), [make_request("0", [5, 6, 7] * 4, params)])
-    engine = make_device_engine(*pair, TREES["best-first"], lookups=["ngram"], verification=rule)
-    request = make_request("0", [5, 6, 7] * 4, params)
-    served = run_on_device(engine, [request])
-    assert [request.output_ids] == wanted
-    assert served == {request}
+    requests = requests_of([[5, 6, 7] * 4], [params])
+    _, [request] = check_same_tokens(
+        pair, TREES["best-first"], requests, all_on_device=True, lookups=["ngram"], verification=rule
+    )
     assert "ngram" in request.origins
 
 

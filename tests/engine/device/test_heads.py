@@ -14,11 +14,15 @@ from on_device import (
     WAYS,
     Pair,
     check_left,
+    check_same_tokens,
     executor_of,
+    in_each_way,
     load_device_head,
     load_plain,
     make_device_engine,
+    plain_tokens,
     repeating_requests,
+    requests_of,
     run_on_device,
 )
 from pair_heads import save_eagle, save_mtp
@@ -99,9 +103,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 def plain(pairs: dict[str, Pair]) -> dict[str, list[list[int]]]:
     """Return the tokens of plain decoding by the target of each kind."""
     targets = {id(target): target for target, _ in pairs.values()}
-    found = {
-        key: run(make_device_engine(target, has_device_executor=False), _requests()) for key, target in targets.items()
-    }
+    found = {key: plain_tokens(target, _requests()) for key, target in targets.items()}
     return {kind: found[id(target)] for kind, (target, _) in pairs.items()}
 
 
@@ -137,10 +139,7 @@ def _cycle(first: int, length: int) -> list[int]:
 def test_the_tokens_are_those_of_plain_decoding(
     kind: str, tree: str, lookups: tuple[str, ...], pairs: dict[str, Pair], plain: dict[str, list[list[int]]]
 ) -> None:
-    engine, requests = make_device_engine(*pairs[kind], TREES[tree], lookups=lookups), _requests()
-    assert run_on_device(engine, requests) == set(requests)
-    assert [request.output_ids for request in requests] == plain[kind]
-    check_left(engine)
+    check_same_tokens(pairs[kind], TREES[tree], _requests, plain[kind], all_on_device=True, lookups=lookups)
 
 
 @pytest.mark.covering(1)
@@ -151,10 +150,7 @@ def test_fixed_trees_are_those_of_host_steps(
     kind: str, tree: str, lookups: tuple[str, ...], pairs: dict[str, Pair], trees: dict[str, list[Any]]
 ) -> None:
     told, tables = [], []
-    for way in WAYS:
-        engine = make_device_engine(*pairs[kind], TREES[tree], lookups=lookups, **way)
-        requests = _requests()
-        run(engine, requests)
+    for engine, _ in in_each_way(pairs[kind], TREES[tree], _requests, lookups=lookups):
         told.append(dict(trees))
         trees.clear()
         tables.append(engine.drafter.calibration.state("small"))
@@ -173,13 +169,7 @@ def test_tokens_are_drawn_as_in_host_steps(
     kind: str, rule: str, pairs: dict[str, Pair], trees: dict[str, list[Any]]
 ) -> None:
     told, tables = [], []
-    for way in WAYS:
-        tree = TreeBudget.expansion((3, 2, 1))
-        engine = make_device_engine(*pairs[kind], tree, verification=rule, **way)
-        requests = _requests()
-        if way["has_device_executor"]:
-            assert run_on_device(engine, requests) == set(requests)
-        run(engine, requests)
+    for engine, requests in in_each_way(pairs[kind], TreeBudget.expansion((3, 2, 1)), _requests, verification=rule):
         told.append((dict(trees), [(request.output_ids, request.uniforms.state) for request in requests]))
         trees.clear()
         tables.append(engine.drafter.calibration.state("small sampled"))
@@ -318,10 +308,7 @@ def test_a_trained_head_is_accepted_as_often_as_in_host_steps(name: str, tree: T
     # Noise of fixed expansions is that of host steps only where no vocabulary is larger than their best tokens.
     params = [SamplingParams(temperature=0.0 if tree.widths else 0.8 * (i % 2), max_tokens=32) for i in range(2)]
     rates = []
-    for way in WAYS:
-        engine = make_device_engine(target, head, tree, **way)
-        requests = [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
-        run(engine, requests)
+    for _, requests in in_each_way((target, head), tree, requests_of(prompts, params)):
         counts = [one.speculation for one in requests]
         rates.append(sum(one.num_generated for one in counts) / sum(one.num_target_passes for one in counts))
     assert rates[0] > 1.5
@@ -339,13 +326,11 @@ def test_at_the_end_of_the_context(
         params = SamplingParams(temperature=0.0, max_tokens=None)
         return [make_request(str(i), p, params, max_model_len=64) for i, p in enumerate(random_prompts([50, 42]))]
 
-    plain = run(make_device_engine(target, has_device_executor=False), requests())
+    plain = plain_tokens(target, requests())
     assert [len(tokens) for tokens in plain] == [14, 22]
     for tree in TREES.values():
-        engine = make_device_engine(target, head, tree)
-        assert run(engine, requests()) == plain
+        check_same_tokens((target, head), tree, requests, plain)
         assert "failed" not in caplog.text
-        check_left(engine)
         if tree.widths:
             on_device = dict(trees)
             trees.clear()
@@ -355,7 +340,6 @@ def test_at_the_end_of_the_context(
 
 
 def test_policies_that_ask_now_and_then(pairs: dict[str, Pair], plain: dict[str, list[list[int]]]) -> None:
-    engine, requests = make_device_engine(*pairs["reduced vocabulary"], Turning((3, 0, 1, 0, 0, 2))), _requests()
-    assert run(engine, requests) == plain["reduced vocabulary"]
+    kind, policy = "reduced vocabulary", Turning((3, 0, 1, 0, 0, 2))
+    _, requests = check_same_tokens(pairs[kind], policy, _requests, plain[kind])
     assert sum(one.speculation.num_draft_tokens for one in requests) > 20
-    check_left(engine)

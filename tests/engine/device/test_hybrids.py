@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,16 @@ import pytest
 from interpreter import interpreted
 from on_device import (
     MIXED_PARAMS,
+    WAYS,
     Pair,
+    check_left,
+    check_same_tokens,
     come_and_go,
     executor_of,
+    in_each_way,
     load_plain,
     make_device_engine,
+    plain_tokens,
     repeating_requests,
     run_on_device,
 )
@@ -23,9 +29,8 @@ from reference import device
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
-from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.rows import DeviceRows
-from specinfer.engine.engine import Engine
+from specinfer.engine.device.step_programs import StepPrograms
 from specinfer.model.heads.load import load_head
 from specinfer.model.recurrent.layers import state_bytes
 from specinfer.model.recurrent.states import RecurrentStates
@@ -50,23 +55,17 @@ def pair(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> P
 @pytest.fixture(scope="module")
 def pair_text(pair: Pair) -> list[list[int]]:
     """Return the tokens of plain decoding."""
-    return run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    return plain_tokens(pair[0], _requests())
 
 
 @pytest.fixture(scope="module")
 def text(kind: Pair) -> list[list[int]]:
     """Return the tokens of plain decoding."""
-    return run(make_device_engine(kind[0], has_device_executor=False), _requests())
+    return plain_tokens(kind[0], _requests())
 
 
 def _requests() -> list[Request]:
     return repeating_requests(MIXED_PARAMS)
-
-
-def _check_left(engine: Engine) -> None:
-    assert engine.target.cache.is_balanced()
-    assert engine.target.cache.num_owned == 0
-    assert not engine.target.tensors.states._lent  # type: ignore[attr-defined]
 
 
 @pytest.mark.covering(1)
@@ -75,13 +74,11 @@ def _check_left(engine: Engine) -> None:
 def test_the_tokens_are_those_of_plain_decoding(
     tree: str, lookups: tuple[str, ...], pair: Pair, pair_text: list[list[int]]
 ) -> None:
-    small = pair[1] if tree != "off" else None
-    engine = make_device_engine(pair[0], small, TREES[tree], lookups=lookups if small else ())
-    requests = _requests()
-    assert run_on_device(engine, requests) == set(requests)
-    assert [request.output_ids for request in requests] == pair_text
+    budget = None if tree == "off" else TREES[tree]
+    engine, _ = check_same_tokens(
+        pair, budget, _requests, pair_text, all_on_device=True, lookups=lookups if budget else ()
+    )
     assert executor_of(engine).num_launched > 4
-    _check_left(engine)
 
 
 @pytest.fixture(scope="module", params=quick(KINDS_OF_HYBRIDS, "qwen3_next"))
@@ -103,13 +100,12 @@ def _predicted(text: Sequence[Sequence[int]], every: int) -> list[Request]:
 def test_accepted_paths_of_every_length_are_computed_once_more(
     every: int, has_model: bool, kind: Pair, text: list[list[int]]
 ) -> None:
-    requests = _predicted(text, every)
-    tree = TreeBudget(max_nodes=16, max_depth=12)
-    engine = make_device_engine(kind[0], kind[1] if has_model else None, tree, lookups=["suffix"])
-    assert run_on_device(engine, requests) == set(requests)
-    assert [request.output_ids for request in requests] == text
+    drafters = [kind[1]] if has_model else []
+    _, requests = check_same_tokens(
+        (kind[0], drafters), TreeBudget(max_nodes=16, max_depth=12), partial(_predicted, text, every), text,
+        all_on_device=True, lookups=["suffix"],
+    )  # fmt: skip
     assert sum(one.speculation.num_accepted_draft_tokens for one in requests) > 0.2 * sum(map(len, text))
-    _check_left(engine)
 
 
 @pytest.mark.covering(1)
@@ -152,18 +148,15 @@ def test_dropped_steps_leave_no_wrong_state(moment: int, kind: Pair, text: list[
             engine.abort(requests[1])
         engine.step()
     assert [one.output_ids for one in requests[:1] + requests[2:]] == text[:1] + text[2:]
-    _check_left(engine)
+    check_left(engine)
 
 
 def test_requests_go_on_from_a_state_that_they_share(kind: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a request that is served, which goes on writing to its rows, late."""
     (first,), params = random_prompts([20]), SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    (text,) = run(make_device_engine(kind[0], has_device_executor=False), [make_request("0", first, params)])
+    (text,) = plain_tokens(kind[0], [make_request("0", first, params)])
     prompts = [first, [*first, *text[:9]], [*first, *text[:9], 5], [*first, *text[:4], 7], first]
-    wanted = run(
-        make_device_engine(kind[0], has_device_executor=False),
-        [make_request(str(i), prompt, params) for i, prompt in enumerate(prompts)],
-    )
+    wanted = plain_tokens(kind[0], [make_request(str(i), prompt, params) for i, prompt in enumerate(prompts)])
     make_executor_late(LateStream(), monkeypatch)
     engine = make_device_engine(kind[0], kind[1], TREES["5,1"], keeps_prefixes=True)
     requests = [make_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
@@ -185,7 +178,7 @@ def test_few_states_cost_time_alone(num_states: int, kind: Pair, text: list[list
     assert [request.output_ids for request in requests] == text
     if engine.target.tensors.states.pools:  # type: ignore[attr-defined]
         assert bool(served) == (num_states >= 2)
-    _check_left(engine)
+    check_left(engine)
 
 
 def _num_recomputed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -260,7 +253,7 @@ def test_a_later_turn_goes_on_from_the_state_of_the_last_step(kind: Pair, monkey
     plain = make_request("second", [*first.token_ids, 5, 6, 7], params)
     run(engine, [second])
     assert recomputed[0] <= 4, "hardly any token is computed once more"
-    assert [second.output_ids] == run(make_device_engine(kind[0], has_device_executor=False), [plain])
+    assert [second.output_ids] == plain_tokens(kind[0], [plain])
 
 
 @interpreted
@@ -268,16 +261,16 @@ def test_the_kernels_compute_as_their_counterparts(
     kind: Pair, text: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton's interpreter, in steps on the device alone."""
-    verify, are_on = Programs.verify, False
+    verify, are_on = StepPrograms.verify, False
 
-    def verified(programs: Programs) -> None:
+    def verified(programs: StepPrograms) -> None:
         nonlocal are_on
         are_on = True
         verify(programs)
         are_on = False
 
     monkeypatch.setattr(kernels, "back_end", lambda name: (kernels.kernel if are_on else device.by_device)(name))
-    monkeypatch.setattr(Programs, "verify", verified)
+    monkeypatch.setattr(StepPrograms, "verify", verified)
     engine = make_device_engine(kind[0], None, TREES["best-first"], lookups=["suffix"])
     request = _predicted(text, 4)[0]
     request.params = replace(request.params, max_tokens=12)
@@ -293,12 +286,7 @@ def test_its_own_layers_for_several_tokens_draft_on_the_device(
     save_mtp(tmp_path, family)
     target = load_plain(tmp_path)
     head, found = load_head(tmp_path, target), []
-    for has_device_executor in (False, True):
-        engine = make_device_engine(target, head, TREES["3,2,1"], has_device_executor=has_device_executor)
-        requests = _requests()
-        if has_device_executor:
-            assert run_on_device(engine, requests) == set(requests)
-        run(engine, requests)
+    for _, requests in in_each_way((target, head), TREES["3,2,1"], _requests, WAYS[::2]):
         found.append(([request.output_ids for request in requests], dict(trees)))
         trees.clear()
     assert found[0] == found[1]

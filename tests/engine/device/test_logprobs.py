@@ -13,6 +13,7 @@ from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.speculation import StepTrace
 from specinfer.core.tree import TreeBudget
+from specinfer.engine.device.draft_shape import PLAIN
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked, read_logprobs, result_shapes, write_logprobs
 from specinfer.engine.device.rows import DeviceRows
@@ -183,6 +184,6 @@ def test_a_step_returns_as_much_as_its_requests_ask_for() -> None:
         Asked(0, 128),
     ]
     assert Asked.from_params([SamplingParams(logprobs=5)], 12) == Asked(12)
-    sizes = [LaunchSize(4, None, asked=one) for one in (None, Asked(0), Asked(20), Asked(20, 16), Asked(100, 128))]
+    sizes = [LaunchSize(4, PLAIN, asked=one) for one in (None, Asked(0), Asked(20), Asked(20, 16), Asked(100, 128))]
     assert [[one.holds(other) for other in sizes] for one in sizes] == [[i >= j for j in range(5)] for i in range(5)]
-    assert not LaunchSize(4, None, asked=Asked(100)).holds(sizes[3])
+    assert not LaunchSize(4, PLAIN, asked=Asked(100)).holds(sizes[3])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from on_device import Pair, check_left, executor_of, load_plain, make_device_engine, run_on_device
+from on_device import Pair, check_left, executor_of, load_plain, make_device_engine, plain_tokens, run_on_device
 from specinfer import SamplingParams, StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import FinishReason, Request
@@ -52,7 +52,7 @@ def _requests() -> list[Request]:
 
 def _wanted(target: LoadedModel) -> list[Any]:
     requests = _requests()
-    run(make_device_engine(target, has_device_executor=False), requests)
+    plain_tokens(target, requests)
     return _outputs(requests)
 
 
@@ -131,7 +131,7 @@ def test_a_request_without_credit_for_masks_leaves_and_comes_back(pair: Pair) ->
     def resting() -> Request:
         return _request(0, replace(GREEDY, max_tokens=40), regex="[a-m]+( [n-z]+)*")
 
-    [wanted] = run(make_device_engine(pair[0], has_device_executor=False), [resting()])
+    [wanted] = plain_tokens(pair[0], [resting()])
     first, *others = [resting(), *_requests()[1:]]
     assert first.grammar is not None
     first.grammar._time.most = 5.0  # as of clients
@@ -160,7 +160,7 @@ def test_no_more_requests_with_grammars_are_served_at_a_time_than_the_credit_of_
     def alike() -> list[Request]:
         return [_request(i, replace(GREEDY, max_tokens=30), regex="[a-m]+( [n-z]+)*") for i in range(4)]
 
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), alike())
+    wanted = plain_tokens(pair[0], alike())
     engine, requests = make_device_engine(*pair, TREES["2,2,1"]), alike()
     grammars = [request.grammar for request in requests if request.grammar is not None]
     for request, grammar in zip(requests, grammars, strict=True):

@@ -15,10 +15,13 @@ from on_device import (
     Pair,
     as_on_a_gpu,
     check_left,
+    check_same_tokens,
     come_and_go,
     executor_of,
+    in_each_way,
     load_plain,
     make_device_engine,
+    plain_tokens,
     repeating_requests,
     run_on_device,
 )
@@ -68,15 +71,9 @@ def _requests() -> list[Request]:
 @pytest.mark.parametrize("lookups", [(), ("suffix",)])
 @pytest.mark.parametrize("tree", TREES)
 def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, ...], pair: Pair) -> None:
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
-    engine = make_device_engine(*pair, TREES[tree], lookups=lookups)
-    requests = _requests()
-    served = run_on_device(engine, requests)
-    assert [request.output_ids for request in requests] == wanted
-    assert served == set(requests)
+    _, requests = check_same_tokens(pair, TREES[tree], _requests, all_on_device=True, lookups=lookups)
     accepted = sum(request.speculation.num_accepted_draft_tokens for request in requests)
-    assert accepted > 0.5 * sum(map(len, wanted))
-    check_left(engine)
+    assert accepted > 0.5 * sum(request.num_output for request in requests)
 
 
 @pytest.mark.covering(1)
@@ -84,16 +81,9 @@ def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, .
 @pytest.mark.parametrize("tree", ["1,1,1", "3,2,1"])
 def test_fixed_trees_are_those_of_host_steps(tree: str, rule: str, pair: Pair, trees: dict[str, list[Any]]) -> None:
     found = []
-    for way in WAYS:
-        engine = make_device_engine(*pair, TREES[tree], verification=rule, **way)
-        requests = _requests()
-        if way["has_device_executor"]:
-            assert run_on_device(engine, requests) == set(requests)
-        else:
-            run(engine, requests)
+    for _, requests in in_each_way(pair, TREES[tree], _requests, verification=rule):
         found.append((dict(trees), [(one.output_ids, one.uniforms.state) for one in requests]))
         trees.clear()
-        check_left(engine)
     assert found[0] == found[1] == found[2]
     assert sum(map(len, found[0][0].values())) > 20
 
@@ -101,13 +91,10 @@ def test_fixed_trees_are_those_of_host_steps(tree: str, rule: str, pair: Pair, t
 def test_a_copy_drafts_next_to_other_drafters(pair: Pair, model_folder: Callable[..., Path]) -> None:
     """One after the other: a weak small model, and copies that draft in the same slots of a step."""
     weak, other = load_plain(model_folder("llama", 0, 0.3)), _with_copy(pair[0].folder, "self:int8")[1]
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
     for drafters, copies in (([pair[1], weak], {"small"}), ([weak, pair[1], other], {"small-2", "small-3"})):
-        requests = _requests()
-        engine = make_device_engine(pair[0], drafters, TREES["best-first"], lookups=["suffix"])
-        assert run_on_device(engine, requests) == set(requests)
-        assert [request.output_ids for request in requests] == wanted
-        check_left(engine)
+        _, requests = check_same_tokens(
+            (pair[0], drafters), TREES["best-first"], _requests, all_on_device=True, lookups=["suffix"]
+        )
         assert copies & {origin for request in requests for origin in request.origins}
 
 
@@ -115,11 +102,7 @@ def test_a_copy_drafts_next_to_other_drafters(pair: Pair, model_folder: Callable
 @pytest.mark.parametrize("num_slots", [90, 130, 200])
 def test_few_slots_cost_drafts_and_no_tokens(num_slots: int, pair: Pair) -> None:
     """Drafts borrow more slots than their tree has nodes; requests wait, or are preempted, and all end."""
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
-    engine, requests = make_device_engine(*pair, TREES["best-first"], num_slots=num_slots), _requests()
-    run(engine, requests)
-    assert [request.output_ids for request in requests] == wanted
-    check_left(engine)
+    check_same_tokens(pair, TREES["best-first"], _requests, num_slots=num_slots)
 
 
 @pytest.mark.covering(1)
@@ -153,7 +136,7 @@ def test_a_copy_reads_no_prompt(pair: Pair) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("moment", [3, 5, 8])
 def test_aborts_and_failures_leave_no_borrowed_slots(moment: int, pair: Pair) -> None:
-    wanted = run(make_device_engine(pair[0], has_device_executor=False), _requests())
+    wanted = plain_tokens(pair[0], _requests())
     engine, requests = make_device_engine(*pair, TREES["3,2,1"]), _requests()
     for request in requests:
         engine.add(request)

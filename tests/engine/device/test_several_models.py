@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from interpreter import interpreted
-from on_device import WAYS, executor_of, load_plain, make_device_engine, repeating_requests, run_on_device
+from on_device import (
+    check_same_tokens,
+    in_each_way,
+    load_plain,
+    make_device_engine,
+    repeating_requests,
+)
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
@@ -46,27 +52,14 @@ def _requests() -> list[Request]:
 @pytest.mark.parametrize("lookups", [(), ("suffix",)])
 @pytest.mark.parametrize("tree", TREES)
 def test_the_tokens_are_those_of_plain_decoding(tree: str, lookups: tuple[str, ...], models: Models) -> None:
-    target, small = models
-    wanted = run(make_device_engine(target, has_device_executor=False), _requests())
-    engine = make_device_engine(target, small, TREES[tree], lookups=lookups)
-    requests = _requests()
-    served = run_on_device(engine, requests)
-    assert [request.output_ids for request in requests] == wanted
-    assert served == set(requests)
-    assert isinstance(engine.drafter, MergedDrafter)
-    for cache in (engine.target.cache, *(one.runner.cache for one in executor_of(engine)._drafts._drafters)):
-        assert cache.is_balanced()
-        assert cache.num_owned == 0
+    check_same_tokens(models, TREES[tree], _requests, all_on_device=True, lookups=lookups)
 
 
 @pytest.mark.parametrize("lookups", [pytest.param((), marks=pytest.mark.slow), ("suffix",)])
 def test_fixed_trees_are_those_of_host_steps(lookups: tuple[str, ...], models: Models) -> None:
     """Merged node for node, so the same path is kept in each step, and what is learned of each drafter is the same."""
     counts, tables = [], []
-    for way in WAYS:
-        engine = make_device_engine(*models, TREES["2,1,1"], lookups=lookups, **way)
-        requests = _requests()
-        run(engine, requests)
+    for engine, requests in in_each_way(models, TREES["2,1,1"], _requests, lookups=lookups):
         counts.append([request.speculation.as_dict() for request in requests])
         accepted = {origin for request in requests for origin in request.origins}
         assert isinstance(engine.drafter, MergedDrafter)

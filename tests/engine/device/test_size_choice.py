@@ -9,6 +9,7 @@ import torch
 
 from on_device import CPU
 from specinfer.core.tree import TreeBudget
+from specinfer.engine.device import draft_shape
 from specinfer.engine.device.captured_sizes import CapturedSizes, SizeChoice
 from specinfer.engine.device.draft_shape import shape_of
 from specinfer.engine.device.launch_size import LaunchSize
@@ -22,7 +23,7 @@ def _size(rows: int, nodes: int, levels: int, processing: Processing = Processin
     return LaunchSize(rows, shape_of([TreeBudget(nodes, levels)], 63, 64), processing)
 
 
-PLAIN, SMALL, LARGE = LaunchSize(1, None), _size(1, 8, 4), _size(1, 64, 8)
+PLAIN, SMALL, LARGE = LaunchSize(1, draft_shape.PLAIN), _size(1, 8, 4), _size(1, 64, 8)
 
 
 def _choose(choice: SizeChoice, wanted: LaunchSize, *ready: LaunchSize, most_nodes: int = 64) -> LaunchSize | None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from specinfer.core.tree import OFF, TreeBudget, expansion_nodes
 from specinfer.drafters.kind import DraftKind
 from specinfer.engine.device.budgets import LevelProbs
-from specinfer.engine.device.draft_shape import LEVELS, NODES, holds, holds_expansion, shape_of
+from specinfer.engine.device.draft_shape import LEVELS, NODES, PLAIN, holds, holds_expansion, shape_of
 
 best_first = st.builds(
     lambda nodes, depth: TreeBudget(nodes, min(nodes, depth)), st.integers(1, 256), st.integers(1, 32)
@@ -24,7 +24,7 @@ expansions = (
 def test_a_shape_holds_every_budget(budgets: list[TreeBudget]) -> None:
     assert all(map(holds, budgets))
     shape = shape_of(budgets, 10**6, 10**6)
-    if shape is None:
+    if not shape.num_nodes:
         assert not any(budget.max_nodes for budget in budgets)
         return
     for budget in budgets:
@@ -43,8 +43,6 @@ def test_a_shape_holds_every_budget(budgets: list[TreeBudget]) -> None:
 @given(best_first | expansions, best_first | expansions)
 def test_a_shape_that_holds_another_one_holds_its_trees(first: TreeBudget, second: TreeBudget) -> None:
     alone, both = shape_of([first], 10**6, 10**6), shape_of([first, second], 10**6, 10**6)
-    assert alone is not None
-    assert both is not None
     assert both.holds(alone)
     assert alone.holds(both) == (alone == both)
 
@@ -60,13 +58,11 @@ def test_trees_with_their_roots_fill_the_blocks_of_kernels(num_requests: int) ->
     most = 256 // num_requests
     for rows in (2, 4, 8, 16, 32, 64, 128, 256):
         shape = shape_of([TreeBudget(rows - 1, 8)], most - 1, most)
-        assert shape is not None
         assert 1 + shape.num_nodes == min(rows, most)
 
 
 def test_an_expansion_has_its_own_shape() -> None:
     shape = shape_of([TreeBudget.expansion((3, 2, 1))], 100, 100)
-    assert shape is not None
     assert (shape.frontiers, shape.children, shape.num_nodes) == ((1, 3, 6), (3, 2, 1), 15)
 
 
@@ -74,7 +70,6 @@ def test_an_expansion_has_its_own_shape() -> None:
 def test_a_drafter_that_reads_whole_paths_has_a_column_for_each_token(guess_depth: int, num_known: int) -> None:
     kinds = [DraftKind(), DraftKind(reads_paths=True)]
     shape = shape_of([TreeBudget.expansion((3, 2, 1))], 100, 100, guess_depth, kinds)
-    assert shape is not None
     assert shape.num_columns == num_known + 3 + 6
     own = shape.of_model(1)
     assert (own.num_known, own.num_columns) == (num_known, shape.num_columns)
@@ -85,12 +80,10 @@ def test_a_drafter_that_reads_whole_paths_has_a_column_for_each_token(guess_dept
 def test_a_block_has_columns_of_its_own_and_ends_the_levels() -> None:
     block = DraftKind(reads_paths=True, block=range(6), max_depth=2)
     shape = shape_of([TreeBudget.expansion((3, 2, 1))], 100, 100, kinds=[block])
-    assert shape is not None
     assert (shape.frontiers, shape.num_nodes, shape.num_candidates) == ((1, 3), 9, 9)
     assert (shape.num_known, shape.num_columns) == (3, 3 + 6)
     assert holds_expansion(shape, TreeBudget.expansion((3, 2, 1)))
     shape = shape_of([TreeBudget.expansion((3, 2, 1))], 100, 100, kinds=[block, DraftKind()])
-    assert shape is not None
     assert (shape.num_levels, shape.num_candidates) == (3, 9 + 15)
     first, second = shape.of_model(0), shape.of_model(1)
     assert (first.num_levels, first.num_nodes, first.num_known) == (2, 9, 4), "a path of the other is longer"
@@ -100,8 +93,8 @@ def test_a_block_has_columns_of_its_own_and_ends_the_levels() -> None:
 @given(st.lists(best_first | expansions, min_size=1, max_size=3), st.integers(0, 40), st.integers(1, 20))
 def test_shapes_keep_to_the_free_slots(budgets: list[TreeBudget], nodes: int, frontier: int) -> None:
     shape = shape_of(budgets, nodes, frontier)
-    assert (shape is None) == (nodes == 0)
-    if shape is not None:
+    assert (shape == PLAIN) == (nodes == 0)
+    if shape != PLAIN:
         assert shape.num_levels <= shape.num_nodes <= nodes
         assert max(shape.frontiers) <= frontier
 

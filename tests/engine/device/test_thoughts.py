@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from on_device import WAYS, Pair, check_left, executor_of, load_plain, make_device_engine, run_on_device
+from on_device import WAYS, Pair, check_left, executor_of, load_plain, make_device_engine, plain_tokens, run_on_device
 from specinfer import SamplingParams, StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.request import Request
@@ -54,7 +54,7 @@ def _outputs(requests: Sequence[Request]) -> list[Any]:
 
 def _wanted(target: LoadedModel) -> list[Any]:
     requests = _requests()
-    run(make_device_engine(target, has_device_executor=False), requests)
+    plain_tokens(target, requests)
     for request in requests:
         assert request.thought is not None
         budget = request.thought.budget
@@ -108,7 +108,7 @@ def test_rules_with_random_numbers_draw_as_host_steps(way: dict[str, bool], rule
 def test_budgets_hold_under_rules_with_random_numbers(rule: str, pair: Pair) -> None:
     engine, requests, wanted = make_device_engine(*pair, TREES["2,2,1"], verification=rule), _requests(), _requests()
     run(engine, requests)
-    run(make_device_engine(pair[0], has_device_executor=False), wanted)
+    plain_tokens(pair[0], wanted)
     for request, other in zip(requests, wanted, strict=True):
         budget = request.params.thinking_token_budget
         if request.params.is_greedy:

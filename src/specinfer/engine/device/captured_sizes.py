@@ -65,15 +65,15 @@ class SizeChoice:
         if wanted in ready:
             return wanted
         anew = wanted if has_memory(wanted) else None
-        fitting = [size for size in ready if size.num_slots - 1 <= most_nodes]
+        fitting = [size for size in ready if size.shape.num_slots - 1 <= most_nodes]
         larger = [size for size in fitting if size.holds(wanted)]
         if not larger:
             # With the trees of a size that is ready, so that other trees need no further captures.
             same = [replace(wanted, num_rows=size.num_rows, shape=size.shape) for size in fitting]
             if holding := [size for size in same if size.holds(wanted) and has_memory(size)]:
                 return min(holding, key=_cost)
-            cut = [size for size in fitting if size.shape and replace(size, shape=wanted.shape).holds(wanted)]
-            if not cut or not may_cut or wanted.shape is None:
+            cut = [size for size in fitting if size.shape.num_nodes and replace(size, shape=wanted.shape).holds(wanted)]
+            if not cut or not may_cut or not wanted.shape.num_nodes:
                 return anew
             deepest = max((size.max_depth, size.num_nodes) for size in cut)
             best = min((size for size in cut if (size.max_depth, size.num_nodes) == deepest), key=_cost)

@@ -252,7 +252,6 @@ class DraftLoops:
         draws: DeviceDraws | None = None,
         lora_indices: Tensor | None = None,
     ) -> None:
-        assert size.shape is not None
         self._state, self._inputs, self._trees, self._loops = state, inputs, trees, list[DraftLoop]()
         for number, drafter in enumerate(drafters):
             shape = size.shape.of_model(number)

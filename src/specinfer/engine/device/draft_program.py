@@ -167,7 +167,6 @@ class DraftProgram:
         target_vocab: int,
         adjusted: AdjustedRows,
     ) -> None:
-        assert size.shape is not None
         self.size, self.shape, self._tables = size, size.shape.of_model(0), tables
         self._adjusted = adjusted
         rows, device = size.num_rows, drafter.runner.loaded.device
@@ -271,7 +270,6 @@ def _wide(pairs: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def _result_shapes(size: LaunchSize, support: int) -> dict[str, tuple[int, ...]]:
-    assert size.shape is not None
     rows, nodes, draws = size.num_rows, size.num_nodes, size.num_nodes - 1 if support else 0
     return {
         "draw_probs": (rows, draws, support, 2),

@@ -1,4 +1,4 @@
-"""DraftPrograms: the drafts of one model in host steps on a device, where one program grows the trees of a step.
+"""DraftPrograms: the TreeGrower of one model in host steps on a device, where one program grows the trees of a step.
 
 `small_model.py` grows trees level by level: the host waits for the logits of each level and chooses its nodes. Here the
 draft loop of steps on a device does all that, captured, and the host waits once, for the trees. What the drafter has
@@ -18,18 +18,18 @@ from specinfer.core.rules import MULTI_STEP
 from specinfer.core.tree import TreeBudget
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.drafters import Drafter, HeadRunner, MergedDrafter, SmallModelDrafter
-from specinfer.drafters.draft_loop import GrownTree, Wanted
 from specinfer.drafters.growth.calibration import Calibration, source
 from specinfer.drafters.growth.draft_sampling import sampling_of
 from specinfer.drafters.self_drafter import BorrowedCache
+from specinfer.drafters.tree_grower import GrownTree, Wanted
 from specinfer.engine.device.budgets import LevelProbs, chance_lines
 from specinfer.engine.device.captured_sizes import CapturedSizes
 from specinfer.engine.device.draft_loop import DeviceDrafter
 from specinfer.engine.device.draft_program import DraftProgram, DraftRow, Numbers, Tables
 from specinfer.engine.device.draft_shape import NODES, DraftShape, holds, holds_expansion, shape_of
-from specinfer.engine.device.launch import Marks
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.processing import AdjustedRows, Processing, can_adjust
+from specinfer.engine.timer import Marks
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.sizes import MAX_ROWS, REQUESTS, at_least
 from specinfer.model.graphs.slot_table import Change
@@ -111,7 +111,7 @@ class DraftPrograms:
         return self._draws(request) and not is_masked and self._is_whole(self._shape_of([budget], 1), budget)
 
     @staticmethod
-    def _is_whole(shape: DraftShape | None, budget: TreeBudget) -> bool:
+    def _is_whole(shape: DraftShape, budget: TreeBudget) -> bool:
         """Return whether a drawn tree is whole, which a fixed expansion has to be: it is cut before it is drawn."""
         return not budget.widths or holds_expansion(shape, budget)
 
@@ -154,12 +154,12 @@ class DraftPrograms:
         """Return whether there are slots for what the drafter reads and drafts."""
         if not self._kind.stores_drafts:
             return True
-        num_new = sum(map(self._num_unread, requests)) + len(requests) * size.num_columns
+        num_new = sum(map(self._num_unread, requests)) + len(requests) * size.shape.num_columns
         return num_new <= self._own_cache.num_available
 
     # ------------------------------------------------------------------------------------------------- sizes
 
-    def _shape_of(self, budgets: Sequence[TreeBudget], rows: int) -> DraftShape | None:
+    def _shape_of(self, budgets: Sequence[TreeBudget], rows: int) -> DraftShape:
         return shape_of(budgets, NODES[-1], max(MAX_ROWS // rows, 1), kinds=(self._kind,))
 
     def _size_of(self, requests: Sequence[Request], budgets: Sequence[TreeBudget]) -> LaunchSize | None:
@@ -189,7 +189,7 @@ class DraftPrograms:
             processing = Processing.TRUNCATION
         counts = [count for count in REQUESTS if count <= self._num_rows][::-1]
         shapes = [(count, self._shape_of([one], count)) for count in counts for one in filter(holds, budgets[::-1])]
-        sizes = list(dict.fromkeys(LaunchSize(count, shape, processing) for count, shape in shapes if shape))
+        sizes = list(dict.fromkeys(LaunchSize(count, shape, processing) for count, shape in shapes if shape.num_nodes))
         with on_device(self._place), torch.inference_mode():
             self._sizes.prepare(sizes, self._made, progress)
 

@@ -1,4 +1,7 @@
-"""DraftShape: the fixed sizes of a draft loop, of which a small set holds the trees of all policies."""
+"""DraftShape: the fixed sizes of a draft loop, of which a small set holds the trees of all policies.
+
+Plain decoding is the shape without nodes, `PLAIN`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +39,8 @@ class DraftShape:
         assert self.frontiers[:1] == ((1,) if self.kinds else ())
         grown = self._grown
         assert all(width <= above for width, above in zip(self.frontiers[1:], grown[:-1], strict=True))
-        assert 1 <= self.num_nodes <= self.num_candidates
+        assert self.num_nodes <= self.num_candidates
+        assert self.num_nodes or not (self.kinds or self.num_guesses)
 
     @property
     def _grown(self) -> list[int]:
@@ -64,7 +68,9 @@ class DraftShape:
         return len(self.frontiers)
 
     def holds(self, other: "DraftShape") -> bool:
-        """Return whether every tree of the other shape also fits this one."""
+        """Return whether every tree of the other shape also fits this one; plain decoding takes no draft loop."""
+        if not self.num_nodes or not other.num_nodes:
+            return self == other
         levels = (zip(self.frontiers, other.frontiers, strict=False), zip(self.children, other.children, strict=False))
         deep = (
             self.guess_depth >= other.guess_depth
@@ -119,6 +125,8 @@ class DraftShape:
         return (0, *accumulate(map(len, self.passes), initial=self.num_known))[: 1 + len(self.passes)]
 
 
+PLAIN = DraftShape((), (), 0, kinds=())
+
 # With the root 2, 3, 4, 6, 8, 12, 16, ... rows, so that those of all requests fill the blocks of kernels.
 NODES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255, 256)
 LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -139,8 +147,8 @@ def shape_of(
     guess_depth: int = 0,
     kinds: Sequence[DraftKind] = (DraftKind(),),
     most_slots: int | None = None,
-) -> DraftShape | None:
-    """Return the smallest shape that holds a tree of each budget, or None if drafts are not wanted or have no slots.
+) -> DraftShape:
+    """Return the smallest shape that holds a tree of each budget, `PLAIN` if drafts are not wanted or have no slots.
 
     If all budgets are fixed expansions, the shape fits them exactly.
 
@@ -156,7 +164,7 @@ def shape_of(
     wanted = [budget for budget in budgets if budget.max_nodes]
     assert all(map(holds, wanted))
     if not wanted or most_nodes < 1:
-        return None
+        return PLAIN
     are_fixed = all(budget.widths for budget in wanted)
     depth = max(budget.max_depth for budget in wanted)
     levels = depth if are_fixed else at_least(LEVELS, depth)
@@ -185,8 +193,8 @@ def shape_of(
     return shape_of(cut, fewer, most_frontier, guess_depth, kinds, most_slots)
 
 
-def shape_of_guesses(num_guesses: int, depth: int, most_nodes: int) -> DraftShape | None:
-    """Return the shape of trees that lookups alone propose, or None if they propose nothing.
+def shape_of_guesses(num_guesses: int, depth: int, most_nodes: int) -> DraftShape:
+    """Return the shape of trees that lookups alone propose, `PLAIN` if they propose nothing.
 
     Args:
         num_guesses: Nodes of the largest tree, without the root.
@@ -194,18 +202,18 @@ def shape_of_guesses(num_guesses: int, depth: int, most_nodes: int) -> DraftShap
         most_nodes: Nodes that there are slots for, without the root.
     """
     if num_guesses < 1:
-        return None
+        return PLAIN
     nodes = min(at_least(NODES, num_guesses) or num_guesses, most_nodes)
     assert nodes >= num_guesses
     return DraftShape((), (), nodes, nodes, min(at_least(LEVELS, depth) or depth, nodes), kinds=())
 
 
-def holds_expansion(shape: DraftShape | None, budget: TreeBudget) -> bool:
+def holds_expansion(shape: DraftShape, budget: TreeBudget) -> bool:
     """Return whether a draft loop of this shape grows the whole fixed expansion, if the budget is one.
 
-    None is grown without a shape.
+    None is grown in plain decoding.
     """
-    if shape is None or not budget.widths:
+    if not shape.num_nodes or not budget.widths:
         return True
     budget = budget.cut(max((kind.max_depth for kind in shape.kinds), default=budget.max_depth), budget.max_nodes)
     widths, depth = [_frontier(budget, level) for level in range(len(budget.widths))], len(budget.widths)

@@ -67,9 +67,9 @@ class DeviceDrafts:
 
     def reserve(self, launch: Launch) -> bool:
         """Reserve slots for what the drafters compute. Return False, with none reserved, if there are not enough."""
-        if not launch.size.num_models:
+        if not launch.size.shape.num_models:
             return True
-        count = launch.size.num_columns
+        count = launch.size.shape.num_columns
         drafted = [[name in served.read_by for served in launch.device_requests] for name in self.names]
         pairs = list(zip(drafted, self._caches, strict=True))
         if any(cache is not None and count * sum(of) > cache.num_available for of, cache in pairs):
@@ -90,7 +90,7 @@ class DeviceDrafts:
     def share_slots(self, launch: Launch) -> None:
         """Give copies of the target the slots that the step has reserved; its pass overwrites what they store."""
         for number, of_rows in enumerate(launch.draft_slots):
-            if self.kinds[number].borrows_slots and launch.size.shape is not None:
+            if self.kinds[number].borrows_slots:
                 count, pairs = launch.size.shape.of_model(number).num_columns, zip(of_rows, launch.slots, strict=True)
                 launch.draft_slots[number] = [None if reserved is None else slots[:count] for reserved, slots in pairs]
 
@@ -108,7 +108,7 @@ class DeviceDrafts:
             name = drafter.name
             if cache is not None and launch.draft_slots and launch.draft_slots[number][row] is not None:
                 kept = answer.draft_columns[number] if is_kept and name not in served.lost_by else ()
-                cache.commit(served.request.request_id, kept, launch.size.num_columns)
+                cache.commit(served.request.request_id, kept, launch.size.shape.num_columns)
             if is_kept and cache is not None and drafter.kind.keeps_drafts and name in served.read_by:
                 # It reads two known tokens in a step. Of a path that others proposed it has computed less.
                 num_known = len(served.request.token_ids) + len(answer.path)

@@ -13,7 +13,6 @@ Each step has slots for a whole tree, and frees those that it does not keep when
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request
@@ -22,13 +21,11 @@ from specinfer.drafters import Drafter, MergedDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.budgets import DeviceBudgets
-from specinfer.engine.device.draft_shape import DraftShape, shape_of
+from specinfer.engine.device.conditions import READS_LOGITS, drawn_rule, why_not, why_not_sampled
 from specinfer.engine.device.drafts import DeviceDrafts
 from specinfer.engine.device.guesses import DeviceGuesses
-from specinfer.engine.device.launch import DeviceRequest, Guess, Launch
-from specinfer.engine.device.launch_size import LaunchSize
-from specinfer.engine.device.logprobs import Asked
-from specinfer.engine.device.processing import READS_LOGITS, Processing, drawn_rule, why_not, why_not_sampled
+from specinfer.engine.device.launch import Launch
+from specinfer.engine.device.planner import StepPlanner
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.device.served_requests import DrawnRequests, ServedRequests
 from specinfer.engine.executor import Outcome, StepResult
@@ -37,7 +34,6 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.engine.timer import DeviceTimer, StageClock
 from specinfer.model.graphs.sizes import REQUESTS, at_least
 from specinfer.model.runner import ModelRunner, TargetRunner
-from specinfer.policy.base import SpeculationPolicy
 
 MAX_IN_FLIGHT = 2  # steps: one computes while the host reads the previous one
 _ACCEPTANCE_EVERY = 16  # steps between updates of the acceptance probabilities
@@ -83,6 +79,9 @@ class DeviceExecutor:
             target.cache, target.tensors.states, scheduler, self._device, self._drawn, min(max_requests, num_rows),
             may_follow=self._guesses.has_lookups, may_sample=may_sample,
         )  # fmt: skip
+        self._planner = StepPlanner(
+            target, scheduler, self._device, self._served, self._drawn, self._drafts, self._guesses, self._budgets
+        )
         self._error: Exception | None = None  # of a step that could not begin
         self.num_launched = 0
 
@@ -90,7 +89,7 @@ class DeviceExecutor:
     def from_drafter(
         cls, target: TargetRunner, drafter: Drafter | None, scheduler: Scheduler, verification: str = "coupled"
     ) -> "DeviceExecutor | None":
-        """Make an executor, or return None where `processing.why_not` has a reason.
+        """Make an executor, or return None where `conditions.why_not` has a reason.
 
         Args:
             target: The runner of the target.
@@ -139,104 +138,12 @@ class DeviceExecutor:
             return None
         try:
             if not learners.reads_logits:
-                return self._plan(learners.policy, StageClock(timer))
+                return self._planner.plan(learners.policy, StageClock(timer), self._launches)
             self._served.note_on_host(READS_LOGITS)
             self.leave()
         except Exception as error:
             self._error = error
         return None
-
-    def _plan(self, policy: SpeculationPolicy, clock: StageClock) -> Launch | None:
-        """Return the next step, or None if it has no request, or what is in flight must be read first."""
-        self._served.dismiss()
-        if self._scheduler.is_starved:
-            self.leave()
-            return None
-        self._served.join()
-        device_requests = list(self._served)
-        going = [served for served in device_requests if served.request.max_new_tokens > served.num_in_flight]
-        num_slots = self._num_draft_slots()
-        if not going or num_slots < 0:
-            if going:  # not one slot for each: the scheduler preempts a request
-                self.leave()
-            return None
-        budgets = self._budgets.of(device_requests, policy.budgets)
-        reach = max((budget.max_depth for budget in self._budgets.uncut), default=0)
-        reach += sum(1 + launch.size.max_depth for launch in self._launches)  # tokens that the host does not know
-        has_masks = any(served.request.restricts_tokens(reach) for served in device_requests)
-        if has_masks and self._launches:
-            return None  # masks need to know all tokens
-        num_rows = at_least(REQUESTS, len(device_requests)) or REQUESTS[-1]
-        most = self._device.max_rows // num_rows
-        leaving = [served for served in device_requests if self._drawn.are_masked(served.request, reach)]
-        if not leaving:
-            proposal = self._propose(device_requests, budgets, num_slots, most)
-            if proposal is None:
-                return None  # lookups need to know all tokens
-            shape, guesses = proposal
-            leaving = self._drawn.undrawable(device_requests, budgets, shape, num_rows, most - 1)
-        if leaving:
-            for served in leaving:
-                self._served.send_away(served)
-            return self._plan(policy, clock)
-        if shape is not None and self._launches and shape.num_models > 1:
-            return None  # one model may have to read what another drafted
-        if shape is not None and not self._drafts.make_ready(device_requests, budgets):
-            return None  # the drafter has to read tokens that the host does not have yet
-        self._budgets.next()
-        num_read = self._drafts.count_read(device_requests, budgets)
-        wanted = self._size_of(device_requests, num_rows, shape, has_masks=has_masks)
-        may_cut = not any(budget.widths for budget in budgets)
-        for least in (wanted, replace(wanted, shape=None)):  # plainly, where drafters have too few slots
-            size = self._device.size_for(least, num_slots, may_cut=may_cut)
-            if size is None:  # there is no memory to capture one
-                break
-            assert size.num_slots <= 1 + num_slots
-            launch = Launch(device_requests, budgets, size, num_read, clock, guesses=guesses)
-            if self._drafts.reserve(launch):
-                if size.shape is not None and size.num_models and self._guesses.has_lookups:
-                    launch.guesses = self._guesses.of(device_requests, self._budgets.uncut, size.shape)
-                return launch
-        self.leave()
-        return None
-
-    def _propose(
-        self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget], num_slots: int, most: int
-    ) -> tuple[DraftShape | None, list[Guess]] | None:
-        """Return the shape of the trees of a step, and their nodes if lookups alone propose them.
-
-        Args:
-            num_slots: Draft tokens of a request that there are slots for.
-            most: Rows of a request.
-
-        Returns:
-            Both, or None if lookups have to wait for what is in flight.
-        """
-        uncut, has_lookups, most_nodes = self._budgets.uncut, self._guesses.has_lookups, min(num_slots, most - 1)
-        looks_up = has_lookups and most > 1 and any(budget.max_nodes for budget in uncut)
-        if looks_up and self._launches:
-            return None
-        if looks_up and not self._budgets.asks_model(device_requests, budgets):
-            return self._guesses.alone(device_requests, uncut, most_nodes)
-        guess_depth = max(budget.max_depth for budget in uncut) if has_lookups else 0
-        return shape_of(budgets, most_nodes, most, guess_depth, self._drafts.kinds, 1 + num_slots), []
-
-    def _size_of(
-        self, device_requests: Sequence[DeviceRequest], num_rows: int, shape: DraftShape | None, *, has_masks: bool
-    ) -> LaunchSize:
-        """Return the smallest size of a step of these requests."""
-        requests = [served.request for served in device_requests]
-        return LaunchSize(
-            num_rows,
-            shape,
-            processing=max(map(Processing.from_request, requests)),
-            asked=Asked.from_params([request.params for request in requests], self._target.loaded.vocab_size),
-            rule=self._drawn.rule if any(map(self._drawn.has, requests)) else None,
-            adapts=any(request.adapter is not None for request in requests),
-            num_recomputed=self._device.num_recomputed(max(served.num_recomputed for served in device_requests)),
-            is_masked=has_masks,
-            is_traced=any(request.trace is not None for request in requests),
-        )
 
     def draft(self, plan: Launch) -> None:
         try:
@@ -253,7 +160,7 @@ class DeviceExecutor:
 
     def _reserve(self, launch: Launch) -> None:
         """Reserve the slots of a step, whose programs draft, score and verify."""
-        if not launch.size.num_models:
+        if not launch.size.shape.num_models:
             for served in launch.device_requests:
                 served.read_by.clear()  # from here on the drafters miss the emitted tokens
         if self.num_launched % _ACCEPTANCE_EVERY == 0:
@@ -263,14 +170,6 @@ class DeviceExecutor:
         self._scheduler.charge([served.request for served in launch.device_requests])
         self._served.reserve(launch)
         self._drafts.share_slots(launch)
-
-    def _num_draft_slots(self) -> int:
-        """Return the draft tokens allowed for each request in the next step, or -1 if the last tokens have no slots."""
-        spans = [served.span() for served in self._served]
-        available = self._target.cache.num_available
-        if not spans or available < len(spans):
-            return -1
-        return min(self._scheduler.num_draft_slots(spans), available - len(spans)) // len(spans)
 
     # ------------------------------------------------------------------------------------------ read
 
@@ -308,11 +207,11 @@ class DeviceExecutor:
                         served.span(), tree, answer.acceptance(),
                         logprobs=results.logprobs(row, answer.emitted, served.request.params),
                         probs=[] if served.request.trace is None else results.probs(row),
-                        num_slots=launch.size.num_slots,
+                        num_slots=launch.size.shape.num_slots,
                     )
                 )  # fmt: skip
             else:
-                self._target.cache.commit(served.request.request_id, (), launch.size.num_slots)
+                self._target.cache.commit(served.request.request_id, (), launch.size.shape.num_slots)
             if is_served and not is_kept:
                 self._served.send_away(served)  # a host step finds out what is wrong
             self._served.release(served)
@@ -320,7 +219,7 @@ class DeviceExecutor:
         return StepResult(
             [outcome.span for outcome in outcomes], launch.clock, outcomes, launch.num_read,
             sum(budget.max_nodes for budget in launch.budgets),
-            num_model_levels=launch.size.max_depth if launch.size.num_models else 0,
+            num_model_levels=launch.size.max_depth if launch.size.shape.num_models else 0,
             device_seconds={"draft": draft_time, "target": target_time},
         )  # fmt: skip
 
@@ -328,11 +227,7 @@ class DeviceExecutor:
 
     def leave(self) -> None:
         """Return all requests to host steps, once what is in flight has been read."""
-        if not self._launches:
-            self._budgets.next()
-            for served in self._served:
-                self._served.send_away(served)
-            self._served.dismiss()
+        self._planner.leave(self._launches)
 
     def abandon(self) -> None:
         """Drop what is in flight; all requests continue with host steps from the last result that was read."""

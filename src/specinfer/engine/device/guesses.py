@@ -38,7 +38,7 @@ class DeviceGuesses:
 
     def alone(
         self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget], most_nodes: int
-    ) -> tuple[DraftShape | None, list[Guess]]:
+    ) -> tuple[DraftShape, list[Guess]]:
         """Return the trees of a step in which no model drafts, those of host steps, and their shape.
 
         Args:
@@ -55,8 +55,8 @@ class DeviceGuesses:
         trees = self._drafter.draft([served.span() for served in device_requests], cut)
         num_guesses = max(tree.num_guessed for tree in trees)
         shape = shape_of_guesses(num_guesses, max(tree.max_depth for tree in trees), most_nodes)
-        if shape is None:
-            return None, []
+        if not shape.num_nodes:
+            return shape, []
         return shape, [Guess(tree, np.ones(tree.num_guessed, dtype=np.float32)) for tree in trees]
 
     def of(

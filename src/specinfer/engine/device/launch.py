@@ -1,13 +1,11 @@
 """One step on a device: its requests, and its results."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request, Span
@@ -15,7 +13,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import Draw, TokenTree, TreeBudget
 from specinfer.engine.device.launch_size import LaunchSize, TreeNames, write_budget
 from specinfer.engine.device.logprobs import read_logprobs
-from specinfer.engine.timer import StageClock
+from specinfer.engine.timer import Marks, StageClock
 from specinfer.model.kv_cache import Slots
 from specinfer.model.recurrent.states import Loan
 from specinfer.verify import Acceptance
@@ -113,35 +111,6 @@ class Guess(NamedTuple):
     path_prob: npt.NDArray[np.float32]
 
 
-class Marks:
-    """Points in the work of a device, with their times; the last one can be waited for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
-
-    def mark(self) -> None:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._events.append(event)
-        else:
-            self._times.append(time.perf_counter())
-
-    def wait(self) -> None:
-        """Wait for the last mark."""
-        if self._events:
-            self._events[-1].synchronize()
-
-    def seconds(self) -> list[float]:
-        """Return the seconds from each mark to the next, once the last one is reached."""
-        if self._events:
-            pairs = zip(self._events[:-1], self._events[1:], strict=True)
-            return [before.elapsed_time(after) / 1e3 for before, after in pairs]
-        return [after - before for before, after in zip(self._times[:-1], self._times[1:], strict=True)]
-
-
 class Answers:
     """The results of a launch, in a buffer that is overwritten by the second next launch of its size."""
 
@@ -204,7 +173,7 @@ class Launch:
     size: LaunchSize
     num_read: int
     clock: StageClock
-    slots: list[Slots] = field(default_factory=list)  # by row: each [size.num_slots], those of the nodes first
+    slots: list[Slots] = field(default_factory=list)  # by row: each [size.shape.num_slots], those of the nodes first
     # Of each drafter, by row: each [columns], or None without drafts.
     draft_slots: list[list[Slots | None]] = field(default_factory=list)
     guesses: list[Guess] = field(default_factory=list)  # by row; none without lookups

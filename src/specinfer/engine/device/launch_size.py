@@ -31,7 +31,7 @@ class TreeNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaunchSize:
-    """The fixed sizes of a step: rows of requests, and the shape of their trees, or None for plain decoding.
+    """The fixed sizes of a step: rows of requests, and the shape of their trees.
 
     Attributes:
         processing: What is done with logits; a step may do more than its requests need.
@@ -44,7 +44,7 @@ class LaunchSize:
     """
 
     num_rows: int
-    shape: DraftShape | None
+    shape: DraftShape
     processing: Processing = Processing.NONE
     asked: Asked | None = None
     rule: str | None = None
@@ -56,24 +56,12 @@ class LaunchSize:
     @property
     def num_nodes(self) -> int:
         """Nodes of a tree, with the root."""
-        return 1 + (self.shape.num_nodes if self.shape else 0)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the target for each request."""
-        return self.shape.num_slots if self.shape else 1
+        return 1 + self.shape.num_nodes
 
     @property
     def max_depth(self) -> int:
-        return self.shape.max_depth if self.shape else 1
-
-    @property
-    def num_models(self) -> int:
-        return self.shape.num_models if self.shape else 0
-
-    @property
-    def num_columns(self) -> int:
-        return self.shape.num_columns if self.shape else 0
+        """Places for a path, of which there is one at least."""
+        return max(self.shape.max_depth, 1)
 
     def holds(self, other: "LaunchSize") -> bool:
         """Return whether a step of the other size can run in this one, with the same trees."""
@@ -87,26 +75,24 @@ class LaunchSize:
             return False
         if other.asked is not None and (self.asked is None or not self.asked.holds(other.asked)):
             return False
-        if self.shape is None or other.shape is None:
-            return self.shape is other.shape
         return self.shape.holds(other.shape)
 
     def draft_inputs(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the inputs of draft loops."""
-        rows, models = self.num_rows, self.num_models
+        rows, models = self.num_rows, self.shape.num_models
         return {
             "num": (1,),
-            "draft_slots": (models, rows, self.num_columns),
+            "draft_slots": (models, rows, self.shape.num_columns),
             "drafts": (models, rows),  # 1 if the drafter has read the request
             "max_nodes": (models, rows),  # 0 if the drafter is not asked
             "max_depth": (rows,),
-            "widths": (rows, self.shape.num_levels if self.shape else 0),
+            "widths": (rows, self.shape.num_levels),
             "least_float32": (rows,),
         }
 
     def inputs(self, device: torch.device) -> Exchange:
         rows = self.num_rows
-        guesses = (rows, self.shape.num_guesses if self.shape else 0)
+        guesses = (rows, self.shape.num_guesses)
         return Exchange(
             {
                 **self.draft_inputs(),
@@ -120,7 +106,7 @@ class LaunchSize:
         )
 
     def results(self, device: torch.device) -> Exchange:
-        rows, levels, models = self.num_rows, self.shape.num_levels if self.shape else 0, self.num_models
+        rows, levels, models = self.num_rows, self.shape.num_levels, self.shape.num_models
         return Exchange(
             {
                 "lengths": (rows,),  # lengths of paths; -1 if no token was emitted
@@ -139,10 +125,9 @@ class LaunchSize:
 
     def _trees(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the trees of each drafter; without drafters, those of the roots alone."""
-        rows, shapes = self.num_rows, dict[str, tuple[int, ...]]()
-        for number in range(max(self.num_models, 1)):
-            nodes = 1 + self.shape.of_model(number).num_nodes if self.shape else 1
-            names = TreeNames.from_number(number, max(self.num_models, 1))
+        rows, shapes, num_trees = self.num_rows, dict[str, tuple[int, ...]](), max(self.shape.num_models, 1)
+        for number in range(num_trees):
+            nodes, names = 1 + self.shape.of_model(number).num_nodes, TreeNames.from_number(number, num_trees)
             shapes |= zip(names, ((rows, nodes), (rows, nodes), (rows,), (rows, nodes)), strict=True)
         return shapes
 

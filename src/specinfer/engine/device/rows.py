@@ -18,14 +18,15 @@ from specinfer.core.tree import TreeBudget
 from specinfer.drafters.small_model import SmallModelDrafter
 from specinfer.engine.device.captured_sizes import CapturedSizes
 from specinfer.engine.device.draft_loop import DeviceDrafter
-from specinfer.engine.device.draft_shape import RECOMPUTED, DraftShape, holds, shape_of, shape_of_guesses
-from specinfer.engine.device.launch import Answers, Launch, Marks
+from specinfer.engine.device.draft_shape import PLAIN, RECOMPUTED, DraftShape, holds, shape_of, shape_of_guesses
+from specinfer.engine.device.launch import Answers, Launch
 from specinfer.engine.device.launch_size import LaunchSize
 from specinfer.engine.device.logprobs import Asked
 from specinfer.engine.device.masks import TokenMasks
 from specinfer.engine.device.processing import Processing, ReservedAdjustments, write_adjustments, write_truncation
-from specinfer.engine.device.programs import Programs
 from specinfer.engine.device.state import DeviceState
+from specinfer.engine.device.step_programs import StepPrograms
+from specinfer.engine.timer import Marks
 from specinfer.model.graphs.capture import Graphs, Program
 from specinfer.model.graphs.sizes import REQUESTS, at_least, max_rows
 from specinfer.model.kv_cache import Slots
@@ -58,7 +59,7 @@ class DeviceRows:
         context = -(-max_context // _ROW) * _ROW
         self.state = DeviceState.empty(num_rows, context, self._place, [drafter.kind for drafter in drafters])
         runners = [target, *(drafter.runner for drafter in drafters)]
-        self.sizes = CapturedSizes[Programs](self._graphs, runners, "whole steps")
+        self.sizes = CapturedSizes[StepPrograms](self._graphs, runners, "whole steps")
         self._adjustments = ReservedAdjustments(num_rows, target.loaded.vocab_size, self._place)
         assert target.padded is not None
         self._masks = TokenMasks(target.padded.results)  # the logits of other passes have been read by then
@@ -159,7 +160,7 @@ class DeviceRows:
 
     def size_for(self, wanted: LaunchSize, most_nodes: int, *, may_cut: bool = False) -> LaunchSize | None:
         """Return the size to run a step in, as `SizeChoice.choose` does."""
-        num_captures = 1 if wanted.shape is None else 2
+        num_captures = 2 if wanted.shape.num_nodes else 1
         return self.sizes.choose(wanted, most_nodes, num_captures=num_captures, may_cut=may_cut)
 
     @torch.inference_mode()
@@ -184,7 +185,7 @@ class DeviceRows:
             processing = Processing.TRUNCATION
         kinds, sizes = [drafter.kind for drafter in self._drafters], list[LaunchSize]()
         for count in [count for count in REQUESTS if count <= self.num_rows][::-1]:
-            most, shapes = self.max_rows // count, list[DraftShape | None]()
+            most, shapes = self.max_rows // count, list[DraftShape]()
             for budget in filter(holds, budgets[::-1] if kinds or has_lookups else ()):
                 guess_depth = budget.max_depth if has_lookups else 0
                 shapes.append(
@@ -192,11 +193,11 @@ class DeviceRows:
                     if kinds
                     else shape_of_guesses(min(budget.max_nodes, most - 1), budget.max_depth, most - 1)
                 )
-            recomputed = self.num_recomputed(max((shape.max_depth for shape in shapes if shape), default=1))
+            recomputed = self.num_recomputed(max([1, *(shape.max_depth for shape in shapes)]))
             sizes += dict.fromkeys(
-                LaunchSize(count, shape, processing, rule=rule, num_recomputed=recomputed) for shape in (*shapes, None)
+                LaunchSize(count, shape, processing, rule=rule, num_recomputed=recomputed) for shape in (*shapes, PLAIN)
             )
-        largest = next((size for size in sizes if size.shape is not None), sizes[0])
+        largest = next((size for size in sizes if size.shape.num_nodes), sizes[0])
         rarer = replace(
             largest, processing=Processing.ADJUSTMENT, asked=Asked(1, 1), adapts=self.takes_adapters, is_masked=True
         )
@@ -209,7 +210,7 @@ class DeviceRows:
         draft, score, verify = captured.runs
         assert verify is not None
         turn = programs.inputs.turn()
-        drafters = [drafter.name for drafter in self._drafters] if launch.size.num_models else []
+        drafters = [drafter.name for drafter in self._drafters] if launch.size.shape.num_models else []
         inputs = programs.inputs.on_host(turn)
         launch.write(inputs, drafters)
         if launch.size.adapts:
@@ -232,7 +233,7 @@ class DeviceRows:
         marks.mark()
         launch.clock.mark("target")
         launch.clock.launched()
-        launch.answers = Answers(marks, programs.results.on_host(back), launch.size.num_models)
+        launch.answers = Answers(marks, programs.results.on_host(back), launch.size.shape.num_models)
 
     def _mask(self, launch: Launch, results: dict[str, npt.NDArray[Any]], score: Program) -> None:
         """Run the target's pass, and meanwhile send the masks of all nodes whose masks were not sent yet.
@@ -243,11 +244,11 @@ class DeviceRows:
         drafted, nodes = Marks(self._place), launch.size.num_nodes
         drafted.mark()
         score()
-        if launch.size.shape is None:
+        if not launch.size.shape.num_nodes:
             self._masks.send_roots(launch.requests, nodes)
             return
         drafted.wait()
-        answers = Answers(drafted, results, launch.size.num_models)
+        answers = Answers(drafted, results, launch.size.shape.num_models)
         self._masks.send(launch.requests, [answers.tree(row) for row in range(len(launch.requests))], nodes)
 
     def _place_adapters(self, lora_indices: npt.NDArray[Any], launch: Launch) -> None:
@@ -267,7 +268,7 @@ class DeviceRows:
             marks.mark()
         marks.wait()
 
-    def _made(self, size: LaunchSize) -> Programs:
+    def _made(self, size: LaunchSize) -> StepPrograms:
         """Return programs without requests, as captures run them."""
         drafters = [
             DeviceDrafter(drafter.runner, drafter.kind, drafter.vocabulary.to_target) for drafter in self._drafters
@@ -275,6 +276,6 @@ class DeviceRows:
         adjustments = self._adjustments.rows
         if adjustments is None and size.processing >= Processing.ADJUSTMENT:  # to compile kernels for later requests
             adjustments = Adjustments.empty(size.num_rows, self._target.loaded.vocab_size, self._place)
-        programs = Programs(size, self.state, self._target, drafters, adjustments, self._masks)
+        programs = StepPrograms(size, self.state, self._target, drafters, adjustments, self._masks)
         programs.inputs.clear()
         return programs

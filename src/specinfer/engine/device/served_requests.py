@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from specinfer.core.request import Request
 from specinfer.core.tree import TreeBudget
+from specinfer.engine.device.conditions import why_on_host
 from specinfer.engine.device.draft_shape import LEVELS, RECOMPUTED, DraftShape, holds_expansion
 from specinfer.engine.device.launch import Answer, DeviceRequest, Launch
-from specinfer.engine.device.processing import Processing, why_on_host
+from specinfer.engine.device.processing import Processing
 from specinfer.engine.device.rows import DeviceRows
 from specinfer.engine.scheduler import Scheduler
 from specinfer.model.graphs.sizes import REQUESTS
@@ -62,7 +63,7 @@ class DrawnRequests:
         self,
         device_requests: Sequence[DeviceRequest],
         budgets: Iterable[TreeBudget],
-        shape: DraftShape | None,
+        shape: DraftShape,
         num_rows: int,
         most_nodes: int,
     ) -> list[DeviceRequest]:
@@ -189,7 +190,7 @@ class ServedRequests:
         """Reserve slots of the target, and rows for states, for the requests of a step that is launched next."""
         for served in launch.device_requests:
             served.num_in_flight += 1
-            launch.slots.append(self._cache.reserve(served.request.request_id, launch.size.num_slots))
+            launch.slots.append(self._cache.reserve(served.request.request_id, launch.size.shape.num_slots))
             launch.state_rows.append(served.next_state_row())
             self._states.drop(launch.slots[-1])
             self._states.forget(launch.state_rows[-1])

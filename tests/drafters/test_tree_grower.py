@@ -18,8 +18,8 @@ from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import SmallModelDrafter
-from specinfer.drafters.draft_loop import DraftLoop, Wanted
 from specinfer.drafters.growth.calibration import Calibration
+from specinfer.drafters.tree_grower import NativeGrower, Wanted
 from specinfer.drafters.vocabulary.token_map import SharedVocabulary
 from specinfer.model.kv_cache import OutOfSlotsError
 from specinfer.model.layers.fused import FusedDecoder
@@ -152,14 +152,14 @@ def test_trees_of_different_rules_grow_together(
 def _count_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each draft whether it was made in one call."""
     used: list[bool] = []
-    plain = DraftLoop.draft
+    plain = NativeGrower.draft
 
-    def counted(self: DraftLoop, *args: Any) -> Any:
+    def counted(self: NativeGrower, *args: Any) -> Any:
         result = plain(self, *args)
         used.append(result is not None)
         return result
 
-    monkeypatch.setattr(DraftLoop, "draft", counted)
+    monkeypatch.setattr(NativeGrower, "draft", counted)
     return used
 
 
@@ -321,7 +321,7 @@ def test_trees_of_heads_are_those_that_grow_step_by_step(
     with llm_of(target, drafter_name, **options) as llm:
         drafter, num_trees = drafter_of(llm), 0
         draft, loop = drafter.draft, drafter._loop
-        assert isinstance(loop, DraftLoop)
+        assert isinstance(loop, NativeGrower)
 
         def both(spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
             nonlocal num_trees

@@ -42,7 +42,7 @@ class _Nodes(NamedTuple):
     visible: Tensor
 
 
-class Programs:
+class StepPrograms:
     """The programs of one size, and their inputs and results: `draft` and `verify`, which may run in two parts.
 
     Args:
@@ -63,7 +63,7 @@ class Programs:
         adjustments: Adjustments | None = None,
         masks: TokenMasks | None = None,
     ) -> None:
-        assert size.num_models in (0, len(drafters))
+        assert size.shape.num_models in (0, len(drafters))
         assert adjustments is not None or size.processing < Processing.ADJUSTMENT
         self.size = size
         device = target.loaded.device
@@ -86,10 +86,11 @@ class Programs:
             self._draws = DeviceDraws.empty(size.num_rows, size.num_nodes - 1, support, device) if size.rule else None
         self._scan = DeviceScan(size, state, target) if is_hybrid(target.loaded.model) else None
         # In what is sent to the host, from the first program to the second.
-        names = [TreeNames.from_number(number, max(size.num_models, 1)) for number in range(max(size.num_models, 1))]
+        num_trees = max(size.shape.num_models, 1)
+        names = [TreeNames.from_number(number, num_trees) for number in range(num_trees)]
         trees = [self._grown(each, is_last=each is names[-1]) for each in names]
         self._trees, self._loops = trees[-1], None
-        if size.num_models:
+        if size.shape.num_models:
             kept = zip(self.results.on_device["draft_path"], self.results.on_device["draft_lengths"], strict=True)
             self._loops = DraftLoops(
                 size, drafters, state, self.inputs.on_device, trees, list(kept), target.loaded.vocab_size,
@@ -107,18 +108,17 @@ class Programs:
     @property
     def parts(self) -> tuple[Program | None, Program | None, Program]:
         """In order: of steps with trees the draft loop, of those with masks the target's pass, and the rest."""
-        draft = None if self.size.shape is None else self.draft
+        draft = self.draft if self.size.shape.num_nodes else None
         return (draft, self.score, self.walk) if self.size.is_masked else (draft, None, self.verify)
 
     def draft(self) -> None:
         """Grow the trees of all drafters, one after the other, and merge them, or take those of lookups alone."""
-        shape, inputs = self.size.shape, self.inputs.on_device
-        assert shape is not None
+        inputs = self.inputs.on_device
         guesses = Guesses(inputs["guess_tokens"], inputs["guess_parents"], inputs["guess_float32"])
         if self._loops is None:
             self._take(guesses)
         else:
-            self._loops.grow(self._process, guesses if shape.num_guesses else None)
+            self._loops.grow(self._process, guesses if self.size.shape.num_guesses else None)
 
     def _take(self, guesses: Guesses) -> None:
         """Make the trees of guesses alone, which the host has cut to what they may have."""
@@ -150,9 +150,10 @@ class Programs:
         state, rows, trees, inputs = self._state, self.size.num_rows, self._trees, self.inputs.on_device
         is_row = self._numbers[:-1] < inputs["num"]
         is_live = is_row & (state.num_left[:rows] > 0)
-        if self.size.shape is None:
+        is_plain = not self.size.shape.num_nodes
+        if is_plain:
             trees.tokens[:, 0] = state.roots[:rows]
-        trees.sizes.copy_(torch.where(is_live, 1 if self.size.shape is None else trees.sizes, 0))
+        trees.sizes.copy_(torch.where(is_live, 1 if is_plain else trees.sizes, 0))
         visible, positions = tree_ops.mark_ancestors(
             trees.parents, state.known[:rows],
             max_depth=self.size.max_depth, last=self._target.loaded.max_position - 1,

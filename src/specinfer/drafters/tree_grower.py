@@ -1,7 +1,7 @@
-"""The drafts of a small model or a head on a CPU, each in one native call.
+"""TreeGrower: a way to grow all levels of trees in one call. NativeGrower is that of a CPU.
 
-Tokens are chosen, or drawn without replacement. `small_model.py` does the same in steps, for all other models and
-requests.
+Tokens are chosen, or drawn without replacement. The trees of other models and requests grow level by level
+(`small_model.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -60,8 +60,8 @@ class TreeGrower(Protocol):
         ...
 
 
-class DraftLoop:
-    """Drafts of one model, whose tokens are the target's.
+class NativeGrower:
+    """A grower of trees by native code, for a small model or a head whose tokens are the target's.
 
     Args:
         name: Name of the drafter.
