@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specinfer import LLM, AsyncLLM, SamplingParams
 from specinfer.core.errors import EngineDeadError, WeightsError
-from specinfer.core.request import FinishReason, Request
+from specinfer.core.request import FinishReason
 from specinfer.core.rules import RULES
 from specinfer.drafters import make_drafter
 from specinfer.engine import timer
@@ -22,7 +22,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.runner import ModelRunner
 from tests.engine.delayed import Delayed
-from tiny import VOCAB, make_engine, make_request, random_prompts, resized, run
+from tiny import VOCAB, make_engine, make_request, random_prompts, requests_of, resized, run
 
 Runners = Callable[..., ModelRunner]
 Fault = Callable[[int], BaseException | None]
@@ -31,8 +31,7 @@ PROMPTS = random_prompts([3, 26, 12, 40, 7], seed=4)
 PARAMS = [GREEDY, SamplingParams(max_tokens=14), GREEDY, SamplingParams(max_tokens=9, top_p=0.9), GREEDY]
 
 
-def _requests() -> list[Request]:
-    return [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(PROMPTS, PARAMS, strict=True))]
+_requests = requests_of(PROMPTS, PARAMS)
 
 
 def _engine(

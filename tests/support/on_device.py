@@ -150,11 +150,6 @@ def make_device_engine(
     return Engine(runner, drafter, policy, scheduler, verification, executor)
 
 
-def requests_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Callable[[], list[Request]]:
-    """Return a function that makes the same requests anew, each with its number as name and seed."""
-    return lambda: [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, params, strict=False))]
-
-
 def plain_tokens(target: LoadedModel, requests: Sequence[Request]) -> list[list[int]]:
     """Return the tokens of plain decoding in host steps."""
     return run(make_device_engine(target, has_device_executor=False), requests)

@@ -1,6 +1,6 @@
 """Tiny random models of every supported family, a tokenizer, and engines of them: no downloads."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -389,6 +389,11 @@ def make_request(
     request_id: str, prompt_ids: Sequence[int], params: SamplingParams | None = None, seed: int = 0, **fields: Any
 ) -> Request:
     return Request(request_id, list(prompt_ids), params or SamplingParams(temperature=0.0), seed, **fields)
+
+
+def requests_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Callable[[], list[Request]]:
+    """Return a function that makes the same requests anew, each with its number as name and seed."""
+    return lambda: [make_request(str(i), p, q, seed=i) for i, (p, q) in enumerate(zip(prompts, params, strict=False))]
 
 
 def run(engine: Engine, requests: Sequence[Request], max_steps: int = 3000) -> list[list[int]]:

@@ -118,13 +118,21 @@ def _logits(count: int, seed: int) -> list[Tensor]:
     return [torch.randn((16, VOCAB), generator=generator) * 2 for _ in range(count)]
 
 
+Cases = tuple[list[Tensor], list[TokenTree]]
+
+
+def _cases(kinds: Sequence[str], seeds: Sequence[int], logits_seed: int) -> Cases:
+    """Return logits, and for each a tree of one of the kinds with as many nodes as there are rows."""
+    logits = _logits(len(kinds), logits_seed)
+    forest = [_tree(*case) for case in zip(kinds, seeds, logits, strict=True)]
+    return [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)], forest
+
+
 def _as_on_the_host(
     asked: Sequence[tuple[int, str]], seed: int, spoil: Callable[[int, Tensor], None], **options: bool
 ) -> None:
     numbers, kinds = zip(*asked, strict=True)
-    logits = _logits(len(numbers), seed)
-    forest = [_tree(kind, seed + i, rows) for i, (kind, rows) in enumerate(zip(kinds, logits, strict=True))]
-    logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
+    logits, forest = _cases(kinds, range(seed, seed + len(kinds)), seed)
     for i, rows in enumerate(logits):
         spoil(i, rows)
     before = [rows.numpy().tobytes() for rows in logits]
@@ -169,9 +177,7 @@ def test_fields_that_no_device_applies_are_applied_by_the_host(
     """As if `min_p` and `frequency_penalty` had been added to `SamplingParams`, and not to kernels."""
     added = {"min_p", "frequency_penalty"}
     numbers = [i for i, (_, _, fields) in enumerate(ASKED) if not fields]
-    logits = _logits(len(numbers), 5)
-    forest = [_tree("drawn", i, rows) for i, rows in enumerate(logits)]
-    logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
+    logits, forest = _cases(["drawn"] * len(numbers), range(len(numbers)), 5)
     wanted = _verified(numbers, logits, forest)
     device = list[int]()
 
@@ -195,10 +201,7 @@ def test_fields_that_no_device_applies_are_applied_by_the_host(
 
 def test_trees_with_draws_from_too_many_tokens_go_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws of a node are given to a kernel over all tokens of any of them; a host walks other trees next to those."""
-    logits = _logits(6, 3)
-    kinds = ("drawn", "merged", "chain", "hybrid", "drawn", "root")
-    forest = [_tree(kind, 13 - i, rows) for i, (kind, rows) in enumerate(zip(kinds, logits, strict=True))]
-    logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
+    logits, forest = _cases(("drawn", "merged", "chain", "hybrid", "drawn", "root"), range(13, 7, -1), 3)
     monkeypatch.setattr(device_trees, "MOST_TOKENS", 5)
     wanted = _verified([4] * 6, logits, forest)
     walked, walk = list[WalkInputs](), tree_ops.walk_traversal
@@ -255,8 +258,7 @@ def test_a_device_is_waited_for_once_whatever_the_requests(has_kernels: bool, mo
     monkeypatch.setattr(torch, "tensor", _seen_tensor)
     plain = [number for number, (params, _, other) in enumerate(ASKED) if not (params.adjusts_logits or other)]
     for numbers in (plain, range(len(ASKED))):
-        logits = _logits(len(KINDS) * len(numbers), 0)
-        forest = [_tree(KINDS[i % len(KINDS)], i, rows) for i, rows in enumerate(logits)]
+        _, forest = _cases(KINDS * len(numbers), range(len(KINDS) * len(numbers)), 0)
         of_device = [torch.empty((len(tree), VOCAB), device=META) for tree in forest]
         requests = [_request(number) for number in numbers for _ in KINDS]
         kernels.clear()
@@ -318,9 +320,7 @@ def test_a_gpu_is_waited_for_once_and_decides_as_the_host(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(device_batch, "fetch", fetch)
     numbers = [number for number in range(len(ASKED)) for _ in KINDS]
-    logits = _logits(len(numbers), 0)
-    forest = [_tree(KINDS[i % len(KINDS)], i, rows) for i, rows in enumerate(logits)]
-    logits = [rows[: len(tree)] for rows, tree in zip(logits, forest, strict=True)]
+    logits, forest = _cases(KINDS * len(ASKED), range(len(numbers)), 0)
     wanted, there = _verified(numbers, logits, forest), [rows.cuda() for rows in logits]
     assert _verified(numbers, there, forest) == wanted, "kernels are compiled here"
     torch.cuda.set_sync_debug_mode("error")

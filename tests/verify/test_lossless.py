@@ -27,7 +27,18 @@ from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.merge.selection import Selection
 from specinfer.engine.engine import Engine
 from specinfer.model.runner import ModelRunner
-from tiny import FAMILIES, HYBRIDS, VOCAB, make_engine, make_model, make_request, random_prompts, resized, run
+from tiny import (
+    FAMILIES,
+    HYBRIDS,
+    VOCAB,
+    make_engine,
+    make_model,
+    make_request,
+    random_prompts,
+    requests_of,
+    resized,
+    run,
+)
 
 Runners = Callable[..., ModelRunner]
 
@@ -35,6 +46,9 @@ Runners = Callable[..., ModelRunner]
 
 LENGTHS = (3, 17, 60, 1, 33)
 OUTPUTS = (8, 6, 9, 3, 1)  # they leave one by one, and others join
+greedy_requests = requests_of(
+    random_prompts(LENGTHS), [SamplingParams(temperature=0.0, max_tokens=count) for count in OUTPUTS]
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +98,7 @@ def test_greedy_is_transformers_generate(
 ) -> None:
     drafter, widths = _drafter(kind, runner_of, family)
     engine = make_engine(runner_of(family), drafter, widths, max_num_seqs=3, max_num_batched_tokens=16)
-    requests = [
-        make_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=n))
-        for i, (prompt, n) in enumerate(zip(random_prompts(LENGTHS), OUTPUTS, strict=True))
-    ]
+    requests = greedy_requests()
     assert run(engine, requests) == greedy_outputs(family)
     if kind == "tree":
         kept = sum(request.speculation.num_accepted_draft_tokens for request in requests)
@@ -99,10 +110,7 @@ def test_one_after_the_other_is_as_all_at_once(
 ) -> None:
     """Requests that come while others are under way."""
     engine = make_engine(runner_of("mistral"), _small(runner_of, "mistral", 0.15), (2, 1), max_num_batched_tokens=16)
-    requests = [
-        make_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=n))
-        for i, (prompt, n) in enumerate(zip(random_prompts(LENGTHS), OUTPUTS, strict=True))
-    ]
+    requests = greedy_requests()
     waiting = list(requests)
     while waiting or engine.has_work:
         if waiting:
@@ -342,10 +350,7 @@ def test_greedy_under_every_rule_is_plain_decoding(
     rule: str, drawing: str, tree: str, runner_of: Runners, greedy_outputs: Callable[[str], list[list[int]]]
 ) -> None:
     """Sampled requests in the same batch change nothing of it."""
-    requests = [
-        make_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=n))
-        for i, (prompt, n) in enumerate(zip(random_prompts(LENGTHS), OUTPUTS, strict=True))
-    ]
+    requests = greedy_requests()
     others = [_request(i, name="other") for i in (1, 2, 4, 7, *THINKING)]
     outputs = run(_guessing(runner_of, rule, drawing, tree, max_num_batched_tokens=40), [*others, *requests])
     assert outputs[len(others) :] == greedy_outputs("mistral")

@@ -1,7 +1,7 @@
 """A small language model (the paper's SSM) that grows trees level by level, with its own cache.
 
 Expansion-based construction: SpecInfer (arXiv 2305.09781), section 3. At each level one pass scores the new nodes of
-all requests; `draft_sampling` turns the scores into candidates, and `expansion` decides which of them are taken.
+all requests; `draft_sampling` turns the scores into candidates, and `tree_batch` decides which of them are taken.
 """
 
 from collections.abc import Callable, Sequence

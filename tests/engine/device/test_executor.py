@@ -26,7 +26,6 @@ from on_device import (
     load_plain,
     make_device_engine,
     plain_tokens,
-    requests_of,
     run_on_device,
 )
 from specinfer import LLM, SamplingParams
@@ -55,7 +54,7 @@ from specinfer.ops import tree_ops
 from specinfer.ops.logits import Adjustments
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.request_policy import RequestPolicy
-from tiny import FAMILIES, VOCAB, make_request, quick, random_prompts, run
+from tiny import FAMILIES, VOCAB, make_request, quick, random_prompts, requests_of, run
 
 Folder = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

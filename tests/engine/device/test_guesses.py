@@ -15,7 +15,6 @@ from on_device import (
     make_device_engine,
     plain_tokens,
     repeating_requests,
-    requests_of,
 )
 from specinfer.core.request import Request, Span
 from specinfer.core.rules import random_rules
@@ -25,7 +24,7 @@ from specinfer.drafters import MergedDrafter
 from specinfer.engine.device.launch import Launch
 from specinfer.engine.timer import Marks
 from specinfer.policy.base import FixedPolicy
-from tiny import run
+from tiny import requests_of, run
 
 TREES = {
     "2,1,1": TreeBudget.expansion((2, 1, 1), num_drafters=3),

@@ -22,7 +22,6 @@ from on_device import (
     make_device_engine,
     plain_tokens,
     repeating_requests,
-    requests_of,
     run_on_device,
 )
 from pair_heads import save_eagle, save_mtp
@@ -38,7 +37,7 @@ from specinfer.model.definition import load_tokenizer
 from specinfer.model.heads.assistant import AssistantHead
 from specinfer.model.heads.load import load_head
 from specinfer.policy.base import FixedPolicy
-from tiny import make_request, quick, random_prompts, run, save_model
+from tiny import make_request, quick, random_prompts, requests_of, run, save_model
 
 KINDS = ["EAGLE-3", "reduced vocabulary", "EAGLE", "MTP"]
 WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "sliding_window_non_causal": False}

@@ -24,7 +24,7 @@ _LONG_MEMORY = 0.99  # the same for levels that are not computed, which could st
 class LevelProbs:
     """Recent yield of each level: the summed acceptance probabilities of its nodes that may have children.
 
-    An ordinary draft loop knows this value for each level before it goes on to the next (`expansion`), and stops where
+    An ordinary draft loop knows this value for each level before it goes on to the next (`tree_batch`), and stops where
     one more level would yield less than the policy's `min_gain`.
     """
 

@@ -1,12 +1,12 @@
-"""Growth of token trees on a device: level by level as in `expansion`, in kernels with fixed shapes.
+"""Growth of token trees on a device: level by level as in `tree_batch`, in kernels with fixed shapes.
 
 The frontier of a level is its most promising nodes, as many as the shape allows; their candidates come next. At
 the end the best of all candidates form the tree. A candidate never has a higher path probability than its parent, and
 ties go to the earlier one, so the best are closed under ancestors. Nothing here waits for the device, and only values
 depend on tensor contents, so that everything is captured as one graph.
 
-Rule and sources are those of `expansion` (SpecInfer, arXiv 2305.09781, section 3; OPT-Tree, arXiv 2406.17276), with two
-differences: a level does not save nodes for later ones, since all candidates are computed before any is chosen; and
+Rule and sources are those of `tree_batch` (SpecInfer, arXiv 2305.09781, section 3; OPT-Tree, arXiv 2406.17276), with
+two differences: a level does not save nodes for later ones, since all candidates are computed before any is chosen; and
 confidence is a share of the whole vocabulary, which kernels read anyway, not of the best tokens, unless tokens are
 drawn.
 """
