@@ -21,7 +21,6 @@ from benchmarks.offload import OffloadConfig, run_offload
 from benchmarks.program import app
 from benchmarks.schedule import AUTO, LEARNED, ScheduleConfig, run_schedule
 from benchmarks.shift import ShiftConfig, blocks_of, cut_text, other_domain, prose_prompts, run_shift
-from gguf_files import write_model
 from quantized_files import save_quantized
 from reports import shown, written
 from specinfer.bench.ceilings import Bandwidth
@@ -33,6 +32,7 @@ from specinfer.policy.features import feature_names
 from specinfer.policy.network import PolicyNetwork, make_configurations
 from specinfer.reporting.report import Report, Table, Value
 from specinfer.reporting.spread import Spread
+from tests.model.gguf_files import write_model
 from tiny import HYBRIDS, random_prompts, save_model, save_tokenizer
 
 CPU = torch.device("cpu")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gguf_files import write_model
 from specinfer import LLM, SamplingParams
 from specinfer.core.config import OffloadConfig
 from specinfer.model.context_length import max_position_of
@@ -18,6 +17,7 @@ from specinfer.model.folder import find_folder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.model.self_copy import load_self
+from tests.model.gguf_files import write_model
 from tiny import logits, make_model, random_prompts
 
 CPU = torch.device("cpu")

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional
 
-from gguf_files import write_model
 from native_layers import tree_logits
 from on_device import as_on_a_gpu
 from quantized_files import save_quantized
@@ -29,6 +28,7 @@ from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import QuantizedLinear
+from tests.model.gguf_files import write_model
 from tiny import (
     FAMILIES,
     MORE_FUSED,

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from gguf_files import write_model, write_parts
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.hub.locate import locate_tokenizer
 from specinfer.model.definition import load_plain, load_tokenizer
@@ -16,6 +15,7 @@ from specinfer.model.folder import find_folder
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.load import load_model
 from specinfer.model.offload.shards import weight_paths
+from tests.model.gguf_files import write_model, write_parts
 from tiny import make_model, save_tokenizer
 
 WEIGHTS = "model.safetensors"

@@ -12,8 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gguf_files import CHAT_TEMPLATE, random_blocks, write_model, write_parts
-from gguf_files import tokenizer_metadata as tiny_metadata
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.inputs.chat.template import ChatTemplate
 from specinfer.learning.tune.initial_weights import build, parse_initial_weights
@@ -26,6 +24,8 @@ from specinfer.model.gguf.weights import read_tensor
 from specinfer.model.gguf.writing import write_gguf
 from specinfer.model.load import load_model
 from specinfer.model.offload.shards import Shards
+from tests.model.gguf_files import CHAT_TEMPLATE, random_blocks, write_model, write_parts
+from tests.model.gguf_files import tokenizer_metadata as tiny_metadata
 from tiny import make_tokenizer, save_model
 
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")

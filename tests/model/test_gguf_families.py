@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from gguf_families import is_known
-from gguf_files import write_family
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.model.definition import load_plain
 from specinfer.model.experts import QuantizedExperts
@@ -19,6 +17,8 @@ from specinfer.model.layers.packing import together
 from specinfer.model.load import load_model
 from specinfer.ops import ExpertsCall, PartCall, QuantizedLinear
 from specinfer.ops.cpu.panels import TYPES
+from tests.model.gguf_families import is_known
+from tests.model.gguf_files import write_family
 from tiny import make_tokenizer
 
 CPU = torch.device("cpu")

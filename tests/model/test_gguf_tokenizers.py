@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from gguf_files import tokenizer_metadata, write_model
 from specinfer.model.definition import load_tokenizer
 from specinfer.model.folder import find_folder
 from specinfer.model.gguf.header import read_header
 from specinfer.model.gguf.split_rules import SPLITS
 from specinfer.model.gguf.tokenizer import end_token_ids
+from tests.model.gguf_files import tokenizer_metadata, write_model
 
 _FACTS = [
     json.loads(line)

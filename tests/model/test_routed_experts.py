@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from gguf_files import write_model
 from quantized_files import quantized_model
 from specinfer.model import linears
 from specinfer.model import quantized_experts as routed_experts
@@ -19,6 +18,7 @@ from specinfer.model.runner import ModelRunner
 from specinfer.ops.quantization import BITS
 from specinfer.quantize.checkpoint import write_quantized
 from specinfer.quantize.options import QuantizeConfig
+from tests.model.gguf_files import write_model
 from thread_group import WHOLE, Ranks
 from tiny import logits, make_model, random_prompts, save_model
 

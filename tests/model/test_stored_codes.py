@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from gguf_files import random_blocks, scaled, write_model
 from reference import layers
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.model.definition import load_plain
@@ -22,6 +21,7 @@ from specinfer.ops import AdapterRuns, AdapterTable, Ending, LinearCall, LowRank
 from specinfer.ops.cpu.panels import TYPES, has_dots
 from specinfer.ops.float8 import LEVELS
 from specinfer.ops.quantization import dequantize
+from tests.model.gguf_files import random_blocks, scaled, write_model
 from tiny import logits, random_prompts
 
 CPU = torch.device("cpu")

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from gguf_files import write_family, write_model
 from quantized_files import quantized_model
 from specinfer import LLM, ModelError, SamplingParams
 from specinfer.core.config import OffloadConfig
 from specinfer.model.folder import find_folder
 from specinfer.model.load import load_model
+from tests.model.gguf_files import write_family, write_model
 from thread_group import WHOLE, Ranks
 from tiny import quick
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 
-from dialects import read
 from hostile import TEXT
 from specinfer import LLM, QueueLimits
 from specinfer.server import process
 from specinfer.server.config import ServerConfig
 from specinfer.server.listening import listening
+from tests.server.dialects import read
 from worlds import await_that
 
 BODY = {"prompt": "def f", "max_tokens": 4, "seed": 1, "temperature": 0.8}

@@ -28,7 +28,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import talking
-from dialects import DIALECTS
 from serving import Server
 from specinfer import LLM
 from specinfer.core.request import Request, Span
@@ -36,6 +35,7 @@ from specinfer.core.tree import TokenTree
 from specinfer.demo.pair import PACKED
 from specinfer.server import process
 from specinfer.server.config import ServerConfig
+from tests.server.dialects import DIALECTS
 from tiny import save_model
 
 # One text for each request, in their order, of which the last repeats; or a text for the text of a prompt.

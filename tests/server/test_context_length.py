@@ -6,10 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
-from dialects import CHAT, COMPLETIONS, DIALECTS, MESSAGES, OLLAMA_CHAT, RESPONSES, read
 from serving import ask
 from specinfer import LLM, RequestError, SamplingParams
 from specinfer.core.errors import ContextLengthError
+from tests.server.dialects import CHAT, COMPLETIONS, DIALECTS, MESSAGES, OLLAMA_CHAT, RESPONSES, read
 
 pytestmark = pytest.mark.usefixtures("small_demo")
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from dialects import (
+from hostile import check_refusal
+from serving import Server, slow_steps
+from specinfer import LLM, SamplingParams
+from specinfer.server import pending_response
+from specinfer.server.field_checks import IGNORED_HEADER
+from talking import HERMES, save_talker
+from tests.server.dialects import (
     CHAT,
     COMPLETIONS,
     DIALECTS,
@@ -19,12 +25,6 @@ from dialects import (
     lines_of,
     read,
 )
-from hostile import check_refusal
-from serving import Server, slow_steps
-from specinfer import LLM, SamplingParams
-from specinfer.server import pending_response
-from specinfer.server.field_checks import IGNORED_HEADER
-from talking import HERMES, save_talker
 from tests.server.scripted_target import TEMPLATES, scripted
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}

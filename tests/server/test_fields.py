@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dialects import DIALECTS
 from serving import post
 from specinfer import RequestError, SamplingParams
 from specinfer.core.sampling import MAX_LOGPROBS, MAX_SEED
@@ -18,6 +17,7 @@ from specinfer.server.field_checks import IGNORED_HEADER, with_ignored
 from specinfer.server.parameters import sampling_params, truncated
 from specinfer.server.protocol import ChatFields, CompletionFields
 from specinfer.server.responses_fields import ResponsesFields
+from tests.server.dialects import DIALECTS
 from tests.server.scripted_target import scripted
 
 

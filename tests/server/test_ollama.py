@@ -8,13 +8,13 @@ from typing import Any
 import ollama
 import pytest
 
-from dialects import OLLAMA_CHAT, USER
 from serving import served_on_port
 from specinfer.core.outputs import TextChunk
 from specinfer.inputs.formats.parser import OutputDelta
 from specinfer.server.blocks import Blocks
 from specinfer.server.field_checks import IGNORED_HEADER
 from specinfer.server.ollama_pieces import Pieces
+from tests.server.dialects import OLLAMA_CHAT, USER
 from tests.server.scripted_target import TEMPLATES, Talk, scripted, talking_to
 from tiny import make_request
 

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from dialects import OLLAMA_CHAT, RESPONSES, read
 from serving import post
 from specinfer import LLM
+from tests.server.dialects import OLLAMA_CHAT, RESPONSES, read
 from tests.server.recorded_requests import FOLDER
 from tests.server.scripted_target import TEMPLATES, scripted
 

@@ -8,13 +8,13 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from dialects import with_openai
 from serving import Server, post
 from specinfer import LLM
 from specinfer.server import pending_response
 from specinfer.server.conversations import Conversation, read_conversation
 from specinfer.server.responses_fields import ResponsesFields, read_input
 from talking import HERMES, save_talker
+from tests.server.dialects import with_openai
 from tests.server.scripted_target import scripted
 
 PATH = "/v1/responses"

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from served_command import PATIENCE, status_of
 from serving import choices_of, post
 from specinfer import LLM, SamplingParams
 from tests.server import scripted_target
 from tests.server.scripted_target import TEMPLATES, scripted
+from tests.server.served_command import PATIENCE, status_of
 from worlds import await_that, free_port
 
 CALL = '<tool_call>\n{"name": "read_file", "arguments": {"path": "notes.txt"}}\n</tool_call>'

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-from served_command import status_of
 from serving import error_of, events_of, slow_steps
 from specinfer.async_llm import AsyncLLM
 from specinfer.core.errors import ModelError
@@ -26,6 +25,7 @@ from specinfer.server import connection, process
 from specinfer.server.config import ServerConfig
 from specinfer.server.listening import listening
 from specinfer.server.process import Service
+from tests.server.served_command import status_of
 from worlds import await_that
 
 LONG = {"prompt": "the end", "max_tokens": 200, "ignore_eos": True, "temperature": 0.0, "stream": True}

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from served_command import HOME, ServedCommand, group_of, serving
+from tests.server.served_command import HOME, ServedCommand, group_of, serving
 from worlds import await_that, children_of, is_alive, listening_places
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")

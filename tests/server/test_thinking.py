@@ -6,12 +6,12 @@ from typing import Any
 import openai
 import pytest
 
-from dialects import with_openai
 from serving import events_of, post
 from specinfer import LLM
 from specinfer.server.blocks import sealed, unsealed
 from specinfer.server.conversations import template_kwargs, thinking_budget
 from specinfer.server.protocol import ChatFields
+from tests.server.dialects import with_openai
 from tests.server.scripted_target import TEMPLATES, scripted
 
 USER: Any = {"role": "user", "content": "Go."}

@@ -8,7 +8,6 @@ from typing import Any
 import openai
 import pytest
 
-from dialects import with_openai
 from parsing import is_response, parse, reader_of
 from serving import Server
 from specinfer import LLM, SamplingParams
@@ -25,6 +24,7 @@ from specinfer.inputs.formats.parser import OutputParser
 from specinfer.server.json_body import read_generated
 from specinfer.server.tools import ToolPlan, ignored_tools, plan_tools, tools_of_functions
 from talking import make_talker, save_talker
+from tests.server.dialects import with_openai
 from tests.server.scripted_target import TEMPLATES, scripted
 
 WEATHER = {

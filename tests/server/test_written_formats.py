@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from call_templates import CALLS, FUNCTIONS, template_of, written
-from dialects import CHAT, DIALECTS, read
 from serving import post
 from specinfer import LLM
 from specinfer.inputs.formats.calls import FORMATS, HERMES, CallFormat
 from specinfer.inputs.formats.reasoning import REASONING_FORMATS, ReasoningFormat
+from tests.server.dialects import CHAT, DIALECTS, read
 from tests.server.scripted_target import follow, scripted
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": FUNCTIONS[name]}} for name in FUNCTIONS]

@@ -26,8 +26,8 @@ import httpx
 import psutil
 
 from hostile import BOMBS, CHAT, MALFORMED, TEXT
-from served_command import serving
 from tests.server.pressure.served import Body, events_of
+from tests.server.served_command import serving
 
 _LIMITS = "max-num-seqs=1 max-num-queued-reqs=4 max-tokens-per-minute=6000 max-connections=8 max-incoming-bytes=8000000"
 _ROUNDS = 6  # in each, quiet time and then an attack of three times that length

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 import httpx
 
 from hostile import TEXT
-from served_command import serving
+from tests.server.served_command import serving
 
 DESCRIPTORS = 256
 _EACH = 60  # connections of each kind

@@ -23,8 +23,8 @@ from typing import Any
 import httpx
 
 from hostile import CHAT, TEXT
-from served_command import serving
 from tests.server.pressure.served import Body, events_of
+from tests.server.served_command import serving
 
 _HEADER = '"""Queues and stacks.\n\nThis module has the classes of a small library of containers."""\n\n' + "\n\n".join(
     f"class {name}:\n    def __init__(self, items=()):\n        self.items = list(items)\n\n    def __len__(self):\n"

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from served_command import HOME, PATIENCE, ServedCommand
 from serving import events_of
 from specinfer import LLM, SamplingParams
+from tests.server.served_command import HOME, PATIENCE, ServedCommand
 from worlds import children_of, is_alive, listening_places
 
 pytestmark = [

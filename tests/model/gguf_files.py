@@ -14,7 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from gguf_families import FAMILIES, metadata_of
+from tests.model.gguf_families import FAMILIES, metadata_of
 from tiny import make_model, make_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
