@@ -33,6 +33,7 @@ from specinfer.llm import LLM
 from specinfer.model.batch import Piece
 from specinfer.model.linears import make_linears_plain, quantize_linears
 from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.quantized_experts import RoutedExperts
 from specinfer.model.runner import ModelRunner
 from specinfer.ops import LinearCall, Panels, QuantizedLinear
 from specinfer.ops import quantization as format_
@@ -237,9 +238,10 @@ def _dequantized(runner: ModelRunner) -> ModelRunner:
     """The same rounded weights, multiplied in fp32."""
     loaded = load_model(runner.loaded.folder, torch.float32, CPU, runner.loaded.quantization, native=False)
     model = loaded.model
+    experts = {linear for module in model.modules() if isinstance(module, RoutedExperts) for linear in module.linears}
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if isinstance(layer, QuantizedLinear):
+            if isinstance(layer, QuantizedLinear) and layer not in experts:  # those multiply in fp32 already
                 plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
                 plain.weight, plain.bias = nn.Parameter(layer.weight), layer.bias  # type: ignore[assignment]
                 setattr(parent, name, plain)

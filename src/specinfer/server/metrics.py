@@ -116,12 +116,12 @@ class Metrics:
     reads_logits = False
 
     def __init__(self, engine: AsyncLLM, tally: Tally, model_name: str) -> None:
-        self._engine, self._tally, self._own = engine, tally, ModelRegistry(model_name)
-        self._families = MetricFamilies(model_name)
-        self.scrape, self.count_refusal = self._own.scrape, self._own.count_refusal
+        self._engine, self._tally, self._families = engine, tally, MetricFamilies(model_name)
+        model = ModelRegistry(model_name)
+        self.registry, self.scrape, self.count_refusal = model.registry, model.scrape, model.count_refusal
         self._last_token_at: dict[str, float] = {}  # by id of the running requests
-        self._ended = self._own.counter("request_success", "Outputs that ended, by how.", "finished_reason")
-        histogram = self._own.histogram
+        self._ended = model.counter("request_success", "Outputs that ended, by how.", "finished_reason")
+        histogram = model.histogram
         self._between = histogram(
             "inter_token_latency_seconds",
             "Seconds between two steps that emitted tokens of one output; a step may emit several.",
@@ -140,7 +140,7 @@ class Metrics:
         self._depth = histogram("tree_depth", "Depth of such a tree.", NODES)
         self._budget = histogram("step_budget_nodes", "Guesses that the policy allowed in one step.", NODES)
         self._step = histogram("step_time_seconds", "One step.", SECONDS)
-        self._own.registry.register(self)
+        self.registry.register(self)
         engine.llm.engine.observers.append(self)
         engine.on_end.append(self.note_end)
 

@@ -17,15 +17,15 @@ class RouterMetrics:
     """
 
     def __init__(self, model_name: str, prefix: str = "specinfer") -> None:
-        own, self._prefix = ModelRegistry(model_name), prefix
-        self.count_refusal, self._scrape = own.count_refusal, own.scrape
-        self._moved = own.counter(
+        model, self._prefix = ModelRegistry(model_name), prefix
+        self.registry, self._scrape, self.count_refusal = model.registry, model.scrape, model.count_refusal
+        self._moved = model.counter(
             "replica_answers_lost",
             "Requests that a replica did not complete: refused, lost (both: another was asked) or failed.",
             "how",
         )
-        self._replicas = own.gauge("replicas", "Replicas that answer.")
-        self._live = own.gauge("replica_requests", "Requests that are with replicas.")
+        self._replicas = model.gauge("replicas", "Replicas that answer.")
+        self._live = model.gauge("replica_requests", "Requests that are with replicas.")
 
     def count_moved(self, how: str) -> None:
         self._moved(how).inc()
