@@ -41,6 +41,7 @@ class OffloadConfig(ThroughputConfig):
 
     offload: str | None = setting_of(EngineArgs, "offload", default="disk")
     grow: str | None = setting_of(LabSettings, "grow")
+    plot: str | Path | None = None
     batch_sizes: tuple[int, ...] = setting(
         (1, 16), "Sampling", "Batch size. May be repeated. (default: 1 and 16)", name="batch"
     )

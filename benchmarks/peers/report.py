@@ -80,7 +80,8 @@ def _values(result: Comparison) -> tuple[Value[Arm], ...]:
         Value("tree_over_peer", lambda peer: ratio_over(best, peer), "{:.2f}", "tree/peer"),
         Value("", lambda peer: ratio_over(best, peer).quartiles, heading="quartiles"),
         Value("tree_request_over_peer", lambda peer: _ratio(best, peer, _requests_per_second).median, None),
-        Value("plain_over_peer", lambda peer: ratio_over(plain, peer).median, "{:.2f}", "plain/peer"),
+        Value("plain_over_peer", lambda peer: ratio_over(plain, peer).median, None),
+        Value("", lambda peer: None if peer.details["drafts"] else ratio_over(plain, peer), "{:.2f}", "plain/peer"),
         Value("tokens_before_parting", lambda peer: peer_partings(plain, peer), None),
         Value("runs", lambda peer: [run.as_request() for run in peer.runs], None),
     )

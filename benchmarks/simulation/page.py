@@ -6,6 +6,7 @@ The machines are described by their links and by the speed of their devices rela
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class SimulationConfig(PlanConfig):
         ValueError: A field is out of range; the message names it.
     """
 
+    plot: str | Path | None = None
     machines: tuple[int, ...] = setting(
         (1, 2, 4, 8, 16, 32, 64, 128, 256), _PANEL, "Number of machines. May be repeated. (default: 1, 2, 4, ... 256)"
     )

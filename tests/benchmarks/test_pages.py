@@ -91,6 +91,13 @@ def test_the_program_shows_its_commands_and_flags(words: list[str]) -> None:
     assert all(word in text for word in expected)
 
 
+@pytest.mark.parametrize("page", ["offload", "simulate", "schedule", "kernels"])
+def test_pages_without_a_plot_refuse_the_flag(page: str) -> None:
+    result = CliRunner().invoke(app, [page, "demo", "--plot", "x.png"], env={"NO_COLOR": "1", "COLUMNS": "100"})
+    assert result.exit_code == 2
+    assert "--plot" in result.stderr
+
+
 # ----------------------------------------------------------------------------------------- kernels
 
 

@@ -111,12 +111,12 @@ def test_one_step_of_one_request(written: Path) -> None:
     assert "class A" in shown
 
 
-def test_output_of_a_model_cannot_move_the_cursor(save: Callable[[Lines], str]) -> None:
+@pytest.mark.parametrize("evil", ["\x1b[2J\x07", "\u202e", "\u2066", "\u2028", "\ufeff"])
+def test_output_of_a_model_cannot_move_the_cursor(evil: str, save: Callable[[Lines], str]) -> None:
     lines = small()
-    evil = "\x1b[2J\x07"
     lines[1]["prompt"], lines[1]["params"], lines[3]["error"] = evil, {"prediction": evil}, evil
     lines[2]["next"]["text"] = evil
-    assert "\x1b" not in run(save(lines))
+    assert evil[0] not in run(save(lines))
 
 
 def test_the_summary_counts_draft_tokens_whose_parent_was_accepted(save: Callable[[Lines], str]) -> None:

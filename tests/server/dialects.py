@@ -157,7 +157,7 @@ def _ollama_generate(events: Sequence[Any], is_stream: bool) -> Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ApiClient:
     """One API.
 
     Attributes:
@@ -191,10 +191,10 @@ class Dialect:
 
 
 DIALECTS = {
-    COMPLETIONS: Dialect("prompt", "max_tokens", _completion),
-    CHAT: Dialect("messages", "max_tokens", _chat),
-    RESPONSES: Dialect("input", "max_output_tokens", _responses),
-    MESSAGES: Dialect("messages", "max_tokens", _messages),
-    OLLAMA_CHAT: Dialect("messages", "num_predict", _ollama_chat),
-    OLLAMA_GENERATE: Dialect("prompt", "num_predict", _ollama_generate),
+    COMPLETIONS: ApiClient("prompt", "max_tokens", _completion),
+    CHAT: ApiClient("messages", "max_tokens", _chat),
+    RESPONSES: ApiClient("input", "max_output_tokens", _responses),
+    MESSAGES: ApiClient("messages", "max_tokens", _messages),
+    OLLAMA_CHAT: ApiClient("messages", "num_predict", _ollama_chat),
+    OLLAMA_GENERATE: ApiClient("prompt", "num_predict", _ollama_generate),
 }

@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # importing these imports torch, which takes seconds
 TARGET_COLOR = "yellow"
 DRAFTER_COLORS = ("green", "cyan", "magenta", "blue")
 _EXCERPT = 60  # characters
-# A model may generate any byte; those that would move the cursor or change the terminal are replaced.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# A model may generate any byte; those that would move the cursor, change the terminal or reverse the text are replaced.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def printable(text: str) -> str:

@@ -51,7 +51,10 @@ def running_bar(engine: "Engine", num_requests: int, *, show: bool) -> Iterator[
 
 @contextmanager
 def stage_bar(console: Console | None) -> Iterator["StageBar"]:
-    """Yield a bar for the stages of a long command, which is shown only if the console is a terminal."""
+    """Yield a bar for the stages of a long command, shown on a terminal from the first stage on.
+
+    Before it, downloads have bars of their own.
+    """
     console = console or Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -61,8 +64,11 @@ def stage_bar(console: Console | None) -> Iterator["StageBar"]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    try:
         yield StageBar(progress)
+    finally:
+        progress.stop()
 
 
 class StageBar:
@@ -74,6 +80,7 @@ class StageBar:
 
     def stage(self, description: str, total: int | None = None) -> None:
         """Name the current stage; with `total` its steps are counted anew."""
+        self._progress.start()
         if total is None:
             self._progress.update(self._task, description=description)
         else:

@@ -161,13 +161,13 @@ class Report(Generic[M]):
             console.print(line, highlight=False)
 
 
-class Run(Protocol[C, M]):
+class ReportedMeasurement(Protocol[C, M]):
     """A measurement that shows its stages and writes its files."""
 
     def __call__(self, config: C, console: Console | None = None, **more: Any) -> Report[M]: ...
 
 
-def reported(measure: Callable[..., Report[M]]) -> Run[Any, M]:
+def reported(measure: Callable[..., Report[M]]) -> ReportedMeasurement[Any, M]:
     """Return a measurement that checks the files of a configuration, shows its stages, and writes the files.
 
     Args:
