@@ -105,7 +105,7 @@ class StepRecord:
 
     @property
     def reads_prompts(self) -> bool:
-        """True if the pass read more than the last known token of each request."""
+        """True if a request read more than one known token. Chunks of one token do not count."""
         return self.num_rows != self.num_requests + self.num_guessed
 
 

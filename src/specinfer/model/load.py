@@ -234,7 +234,7 @@ def _build(job: LoadConfig) -> BuiltModel | str:
     if verdict.is_right:
         return BuiltModel(model, definition, probed)
     logger.warning(
-        "the %s of %s are not used, and its layers run as transformers has them, several times slower: %s",
+        "the %s of %s are not used, and its layers run as transformers defines them, several times slower: %s",
         path_of(model), origin_of(job.folder), verdict,
     )  # fmt: skip
     return path_of(model)
@@ -254,7 +254,8 @@ def _loaded(job: LoadConfig, built: BuiltModel, note: str) -> LoadedModel:
         eos_token_ids=definition.eos_token_ids,
         layer_shapes=with_scales(built.probe.layer_shapes, job.folder, job.layers),
         num_parameters=definition.num_parameters,
-        native=job.native,
+        # Attention of layers that were refused on a CPU is PyTorch's: nothing has checked the native one.
+        native=job.native and (job.allows_fusing or job.device.type != "cpu"),
         num_bytes=num_bytes_of(model),
         dtype=definition.dtype,
         quantization=job.quantization,

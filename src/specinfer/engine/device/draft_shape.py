@@ -211,7 +211,7 @@ def shape_of_guesses(num_guesses: int, depth: int, most_nodes: int) -> DraftShap
 def holds_expansion(shape: DraftShape, budget: TreeBudget) -> bool:
     """Return whether a draft loop of this shape grows the whole fixed expansion, if the budget is one.
 
-    None is grown in plain decoding.
+    True in plain decoding, which grows no tree.
     """
     if not shape.num_nodes or not budget.widths:
         return True

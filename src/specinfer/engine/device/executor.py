@@ -1,10 +1,10 @@
 """DeviceExecutor: serves requests whose steps need no logits on the host, one step beginning before the last is read.
 
 A request joins when it has emitted its first token. From then on its slots, last token, parameters and drafts are in a
-row on the device (`state`), and one step of all of them is two programs (`programs`), launched one after the other, or
-three if the host masks tokens (`masks`). The result of a step is read after the next one has been launched, so that the
-device works while the host delivers tokens; but not where the host has to know all tokens first, as for masks and
-lookups. Results for a request that has ended meanwhile are dropped.
+row on the device (`state`), and one step of all of them is two programs (`step_programs`), launched one after the
+other, or three if the host masks tokens (`masks`). The result of a step is read after the next one has been launched,
+so that the device works while the host delivers tokens; but not where the host has to know all tokens first, as for
+masks and lookups. Results for a request that has ended meanwhile are dropped.
 
     slots reserved for a request    [of the step launched first | of the one after it]
 

@@ -60,7 +60,7 @@ class LaunchSize:
 
     @property
     def max_depth(self) -> int:
-        """Places for a path, of which there is one at least."""
+        """Length of the longest path; 1 in plain decoding."""
         return max(self.shape.max_depth, 1)
 
     def holds(self, other: "LaunchSize") -> bool:

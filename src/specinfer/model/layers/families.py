@@ -187,7 +187,8 @@ def _in_one(inputs: str, output: str, layout: Literal["groups"] | None = None) -
 
 
 _GPT_MLP, _NEOX_MLP = _ungated("mlp.c_fc", "mlp.c_proj"), _ungated("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-_LATENT = LayerKind((_recurrence("self_attn"), *_MOE.parts[1:]))  # attention joins all heads, and is not split
+# Latent attention joins all heads. Like recurrences it is not split, so it is described as one.
+_LATENT = LayerKind((_recurrence("self_attn"), *_MOE.parts[1:]))
 # Families that run as transformers defines them. Ranks split their layers by these parts, and read no norms of them.
 _UNFUSED = {
     "falcon": LayerKind((_in_one("self_attention.query_key_value", "self_attention.dense", "groups"), _NEOX_MLP)),

@@ -95,7 +95,7 @@ class Mixer(Adopted):
 def check_activation(name: str, what: str) -> None:
     """Refuse an activation other than SiLU, of layers of this kind."""
     if name != "silu":
-        raise ModelError(f"model: hidden_act {name!r} of {what} is not supported")
+        raise ModelError(f"model: the activation {name!r} of {what} is not supported")
 
 
 def store_inputs(batch: ForwardBatch, layer: int, inputs: Tensor, more: Tensor | None = None) -> None:

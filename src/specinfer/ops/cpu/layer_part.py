@@ -105,7 +105,7 @@ class PartCall:
     Copies of a model share this object.
 
     Attributes:
-        norm_over_ranks: Norms outputs of the first linear layer that ranks norm together, or None if there are none.
+        norm_over_ranks: Function that norms the first linear layer's outputs over the heads of all ranks, or None.
 
     Args:
         linears: The two linear layers. Of experts the router, which is all.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specinfer.ops.cpu.library import call
-from specinfer.ops.cpu.panels import HAVE_LEVELS, TYPES, Panels, has_dots
+from specinfer.ops.cpu.panels import FP8, HAVE_LEVELS, TYPES, Panels, has_dots
 from specinfer.ops.quantized_weight import QuantizedWeight
 from specinfer.ops.scales import WIDTH
 
@@ -80,7 +80,9 @@ class LinearCall:
         self.outputs: int = panels.outputs + (0 if following is None else following.outputs)
         self.num_bytes: int = panels.num_bytes + (0 if following is None else following.num_bytes)
         if dots is None:
-            dots = not widens and (panels.scales is not None or uses_dots(panels.packed.dtype))
+            in_float = panels.scales is None or panels.type == FP8  # whose instructions are those of bfloat16
+            dtype = torch.bfloat16 if panels.type == FP8 else panels.packed.dtype
+            dots = not widens and (not in_float or uses_dots(dtype))
         # Levels need these instructions, see `Panels.from_codes`.
         dots = panels.type in HAVE_LEVELS or (dots and not widens)
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))

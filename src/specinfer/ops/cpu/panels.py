@@ -172,7 +172,7 @@ class Panels:
 
 
 def _in_kernel_groups(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return weights of floating-point codes in groups as the kernels have them, which share scales of larger ones."""
+    """Return weights of floating-point codes in the kernels' groups, which repeat the scales of larger ones."""
     size = _GROUPS[FP8]
     starts = torch.arange(0, weight.in_features, size)
     codes = functional.pad(weight.codes, (0, len(starts) * size - weight.codes.shape[1]))
