@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from serving import error_of, events_of, slow_steps
-from specinfer.async_llm import AsyncLLM
 from specinfer.core.errors import ModelError
 from specinfer.core.limits import QueueLimits
+from specinfer.delivery import Delivery
 from specinfer.engine.engine import Engine
 from specinfer.inputs.jobs import JobReader
 from specinfer.llm import LLM
@@ -144,7 +144,7 @@ def test_a_pass_that_takes_long_is_left_behind_by_a_second_signal(llm: LLM, monk
         return step(self)
 
     monkeypatch.setattr(Engine, "step", long)
-    monkeypatch.setattr(AsyncLLM, "_deliver", lambda *_: None)  # the loop is closed when the pass ends
+    monkeypatch.setattr(Delivery, "deliver", lambda *_: None)  # the loop is closed when the pass ends
 
     def work(client: httpx.Client) -> None:
         with ThreadPoolExecutor(1) as pool:
