@@ -85,9 +85,8 @@ def quantize_experts(model: nn.Module, inside: tuple[str, ...], bits: Bits) -> N
     Args:
         inside: What the names of modules in decoder layers begin with.
     """
-    for name in _names_of_stacks(
-        model, inside
-    ):  # one after the other, so that the numbers of few are in memory with their codes
+    # One after the other, so that the numbers of few are in memory with their codes.
+    for name in _names_of_stacks(model, inside):
         model.set_submodule(name, QuantizedExperts(_parts(model.get_submodule(name), partial(_rounded, bits=bits))))
 
 

@@ -27,10 +27,14 @@ class RequestStates(Generic[State]):
         """Return the states of the requests of a step, those of new ones included."""
         if len(self._states) > 2 * len(spans) + _MOST_ENDED:
             self._states = {name: stored for name, stored in self._states.items() if not stored[0].is_finished}
-        for span in spans:
-            if self.find(span.request) is None:
-                self._states[span.request.request_id] = span.request, self._make()
-        return [self._states[span.request.request_id][1] for span in spans]
+        return [self._state_of(span.request) for span in spans]
+
+    def _state_of(self, request: Request) -> State:
+        state = self.find(request)
+        if state is None:
+            state = self._make()
+            self._states[request.request_id] = request, state
+        return state
 
     def find(self, request: Request) -> State | None:
         """Return the state of a request, or None if it has none or has ended; that of one that ended is dropped."""

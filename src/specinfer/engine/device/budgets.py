@@ -24,8 +24,8 @@ _LONG_MEMORY = 0.99  # the same for levels that are not computed, which could st
 class LevelProbs:
     """Recent yield of each level: the summed acceptance probabilities of its nodes that may have children.
 
-    An ordinary draft loop knows this value for each level before it goes on to the next (`tree_batch`), and stops where
-    one more level would yield less than the policy's `min_gain`.
+    The level loop of host steps knows this value for each level before it goes on to the next (`tree_batch`), and stops
+    where one more level would yield less than the policy's `min_gain`.
     """
 
     def __init__(self) -> None:

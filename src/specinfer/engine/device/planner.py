@@ -1,4 +1,4 @@
-"""StepPlanner: the next step of the requests on a device, as far as what is in flight allows one."""
+"""StepPlanner: plans the next step of the requests on a device, where the steps in flight allow one."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -42,7 +42,7 @@ class StepPlanner:
         self._drafts, self._guesses, self._budgets = drafts, guesses, budgets
 
     def plan(self, policy: SpeculationPolicy, clock: StageClock, in_flight: Collection[Launch]) -> Launch | None:
-        """Return the next step, or None if it has no request, or what is in flight must be read first."""
+        """Return the next step, or None if it has no request, or steps in flight must be read first."""
         device_requests = self._present(in_flight)
         if not device_requests:
             return None
@@ -116,7 +116,7 @@ class StepPlanner:
             waits: Whether steps are in flight.
 
         Returns:
-            Both, or None if lookups have to wait for what is in flight.
+            Both, or None if lookups have to wait for the steps in flight.
         """
         uncut, has_lookups, most_nodes = self._budgets.uncut, self._guesses.has_lookups, min(num_slots, most - 1)
         looks_up = has_lookups and most > 1 and any(budget.max_nodes for budget in uncut)
@@ -169,7 +169,7 @@ class StepPlanner:
         return None
 
     def leave(self, in_flight: Collection[Launch]) -> None:
-        """Return all requests to host steps, once what is in flight has been read."""
+        """Return all requests to host steps, once all steps in flight have been read."""
         if not in_flight:
             self._budgets.next()
             for served in self._served:

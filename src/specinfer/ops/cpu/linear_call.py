@@ -80,9 +80,9 @@ class LinearCall:
         self.outputs: int = panels.outputs + (0 if following is None else following.outputs)
         self.num_bytes: int = panels.num_bytes + (0 if following is None else following.num_bytes)
         if dots is None:
-            in_float = panels.scales is None or panels.type == FP8  # whose instructions are those of bfloat16
+            # Codes of fp8 are multiplied by the instructions of bfloat16; those of integers have faster ones.
             dtype = torch.bfloat16 if panels.type == FP8 else panels.packed.dtype
-            dots = not widens and (not in_float or uses_dots(dtype))
+            dots = not widens and (not dtype.is_floating_point or uses_dots(dtype))
         # Levels need these instructions, see `Panels.from_codes`.
         dots = panels.type in HAVE_LEVELS or (dots and not widens)
         pointers = (None if t is None else t.data_ptr() for t in (panels.packed, panels.scales, panels.bias))
