@@ -33,12 +33,12 @@ def test_the_wait_for_the_next_test_begins_anew_when_speculation_was_on() -> Non
     # Drafting for 20 requests takes longer than it saves.
     policy = AutoPolicy(CostModel(Curve(SIZES, GROWING), Curve((1, 20, 64), (0.01, 0.9, 3.0))))
     full, alone = [make_span()] * 20, [make_span()]
-    for _ in range(30):
+    for _ in range(policy.FIRST_TEST - 1):
         assert policy.budgets(full) == [OFF] * 20
     assert policy.budgets(alone)[0].max_nodes
     num_plain, budgets = _plain_steps(policy, full)
     assert budgets[0] == TEST
-    assert num_plain == policy.TEST_EVERY - 1
+    assert num_plain == policy.FIRST_TEST - 1
 
 
 def test_trees_are_chosen_for_the_contexts_of_the_step_itself() -> None:
@@ -76,6 +76,8 @@ def test_tests_of_an_expensive_drafter_take_a_hundredth_of_the_time(draft_level:
     policy = AutoPolicy(make_costs(GROWING, draft_level))
     policy.acceptance = AcceptanceModel.assumed((0.05,))
     policy.rank_choice = RankChoice(policy.costs, policy.acceptance)
+    if draft_level == 0.2:  # at first the price is tried several times
+        assert [_plain_steps(policy, [make_span()])[0] for _ in range(4)] == [3, 7, 15, 31]
     for _ in range(2):
         num_plain, budgets = _plain_steps(policy, [make_span()])
         assert budgets == [TEST]

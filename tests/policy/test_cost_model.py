@@ -71,6 +71,18 @@ def test_noise_of_drafting_times_moves_neither_the_start_nor_a_level_far_away(st
     assert float(costs.draft_level(1)) > 0
 
 
+def test_drafting_that_is_not_seen_follows_the_speed_of_passes() -> None:
+    """Their ratio decides between drafting and plain decoding, and both were measured at the same time."""
+    costs = CostModel(flat(2.0), flat(0.8), read_token=0.02, draft_start=0.2)
+    for _ in range(50):
+        costs.observe(record(1, 0, 1.0))
+    assert float(costs.draft(2, 2)) == pytest.approx(0.9, rel=0.1)
+    assert costs.read_token == pytest.approx(0.01, rel=0.1)
+    for _ in range(50):  # what is seen counts more
+        costs.observe(record(3, 2, 1.0, draft=1.8))
+    assert float(costs.draft(2, 2)) == pytest.approx(1.8, rel=0.1)
+
+
 def test_a_cost_that_grows_at_some_sizes_only_is_learned_there() -> None:
     costs = CostModel(flat(1.0), flat(0.01))
     for _ in range(200):

@@ -136,6 +136,39 @@ def test_plain_decoding_that_is_faster_than_measured_shows_and_is_chosen() -> No
     assert np.mean(rates) >= 0.96 / 0.0045
 
 
+def _model_pair(passes: float = 1.0, drafting: float = 1.0) -> CostModel:
+    """Return the costs of a target of 1.5 B with a drafter of 0.5 B on two cores, times these factors."""
+    milliseconds = np.asarray([35.0, 38.6, 38.7, 41.9, 49.7, 67.6, 90.0, 127.0, 238.0, 476.0])
+    target = Curve((1, 2, 3, 4, 6, 8, 12, 16, 32, 64), passes * milliseconds / 1e3)
+    return CostModel(target, Curve((1, 4, 16), drafting * np.asarray([0.0149, 0.016, 0.02])), 0.0, drafting * 0.002)
+
+
+@pytest.mark.parametrize(("passes", "drafting"), [(1.0, 2.0), (2.0, 2.5), (2.0, 2.0), (0.5, 0.5), (1.0, 0.5)])
+def test_costs_that_were_measured_under_other_load_are_corrected_within_a_short_answer(
+    passes: float, drafting: float
+) -> None:
+    """Also where they let plain decoding look faster, so that drafting is not seen."""
+    true = _model_pair()
+    best = SimulatedDrafting(true, 0.8, seed=1).rate(FixedPolicy(TreeBudget(3, 3)), 200)
+    assert best > 1.15 / float(true.target(1))
+    rates = []
+    for seed in range(3):
+        run, policy = SimulatedDrafting(true, 0.8, seed=seed), AutoPolicy(_model_pair(passes, drafting))
+        run.rate(policy, 40)
+        rates.append(run.rate(policy, 100))
+    assert np.mean(rates) >= 0.95 * best
+
+
+def test_auto_notices_that_drafting_pays_again_and_that_it_no_longer_does() -> None:
+    """As text becomes easy or hard to predict, in one answer."""
+    true, policy = _model_pair(), AutoPolicy(_model_pair())
+    plain = 1.0 / float(true.target(1))
+    for sureness, least in ((0.15, 0.93), (0.85, 1.2), (0.15, 0.93)):
+        run = SimulatedDrafting(true, sureness, seed=3)
+        run.rate(policy, 150)
+        assert run.rate(policy, 200) >= least * plain
+
+
 # ------------------------------------------------------------------------------- measuring passes again
 
 

@@ -16,7 +16,7 @@ from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.cost_model import CostModel
-from specinfer.policy.curves import Curve
+from specinfer.policy.curves import FAST, Curve
 from specinfer.policy.learned_choice import LearnedChoice
 from specinfer.policy.lookup_policy import LookupPolicy, begins_text
 from specinfer.policy.optimizer import num_to_read
@@ -38,10 +38,14 @@ class AutoPolicy(SpeculationPolicy):
     """
 
     REVIEW = 8  # steps between choices for the same number of requests, because choosing costs time too
-    TEST_EVERY = 50  # steps without speculation, for whatever reason, before one tests whether it would be worthwhile
-    MAX_TEST_EVERY = 1000  # the same where a test costs more than `TEST_SHARE` of the time of fewer steps
+    # Steps without speculation, for whatever reason, before one tests whether it would be worthwhile: at first, and
+    # after a test in which drafting took much less time than expected. Each further wait is twice as long.
+    FIRST_TEST = 4
+    TEST_EVERY = 40  # the longest of these waits, from which on a test may lose `TEST_SHARE` of the time
+    MOST_EARLY = 3.0  # passes that an early test may lose
+    MAX_TEST_EVERY = 1000  # the longest wait where a test loses more
     TEST_SHARE = 0.01
-    TEST_REVIEW = 10  # steps between looks at whether a test is due
+    TEST_REVIEW = 10  # steps between looks at whether a later test is due
     CHECK_EVERY = 64  # steps with trees after which steps without show what they cost
     NUM_CHECKS = 2  # the number of these
     CLEAR = 1.25  # gain from which that could not change the choice
@@ -66,6 +70,7 @@ class AutoPolicy(SpeculationPolicy):
         self._budget = OFF
         self._num_steps = 0
         self._num_plain, self._plain_seconds = 0, 0.0  # steps since the last draft tokens, and their time
+        self._test_after = self.FIRST_TEST
         self._num_trees = self.CHECK_EVERY - self.REVIEW  # steps since the cost of those without trees was seen
         self._num_requests = self._age = 0  # those of the last choice
         self._remeasurement: Remeasurement | None = None  # under way
@@ -129,8 +134,9 @@ class AutoPolicy(SpeculationPolicy):
                     return [OFF] * len(spans)
                 return [budget if is_worthwhile else OFF for is_worthwhile in pays]
         self._num_plain += 1
-        if self._num_plain >= self.TEST_EVERY and self._num_plain % self.TEST_REVIEW == 0 and self._may_test(spans):
+        if self._is_test_due(spans):
             self._num_plain, self._plain_seconds = 0, 0.0
+            self._test_after = min(2 * self._test_after, self.TEST_EVERY)
             return self._for_one(spans, TreeBudget.expansion((1, 1)))
         budget = self._lookups.budget(spans)
         return [budget if self._may_delay(span.request) else OFF for span in spans]
@@ -144,11 +150,18 @@ class AutoPolicy(SpeculationPolicy):
             self._num_trees = 0
         return True
 
-    def _may_test(self, spans: Sequence[Span]) -> bool:
-        """Return whether a step may test the drafter: it costs little of the time, and could change the choice."""
-        seconds = self.rank_choice.seconds_to_test(min(num_to_read(span.request) for span in spans))
+    def _is_test_due(self, spans: Sequence[Span]) -> bool:
+        """Return whether a step tests the drafter: it loses little of the time, and could change the choice.
+
+        The first tests come early: costs may have been measured in another hour.
+        """
+        is_early = self._num_plain >= self._test_after < self.TEST_EVERY
+        if not is_early and (self._num_plain < self.TEST_REVIEW or self._num_plain % self.TEST_REVIEW):
+            return False
+        seconds = self.rank_choice.seconds_lost_by_test(min(num_to_read(span.request) for span in spans), len(spans))
         is_cheap = seconds <= self.TEST_SHARE * self._plain_seconds or self._num_plain >= self.MAX_TEST_EVERY
-        return is_cheap and self.rank_choice.could_pay(len(spans))
+        is_early = is_early and seconds <= self.MOST_EARLY * float(self.costs.target(len(spans)))
+        return (is_cheap or is_early) and self.rank_choice.could_pay(len(spans))
 
     def _delays_first_token(self, spans: Sequence[Span]) -> bool:
         """Return whether trees in this step would delay a first token noticeably.
@@ -185,6 +198,8 @@ class AutoPolicy(SpeculationPolicy):
         self.planner.observe(step)
         self._plain_seconds += step.time
         if not step.is_first_of_size:  # otherwise its time is mostly that of a capture
+            if step.num_levels and step.draft_time < FAST * float(self.costs.draft(step.num_guessed, step.num_levels)):
+                self._test_after = self.FIRST_TEST
             learn = self.costs.observe_prompts if step.reads_prompts else self.costs.observe
             learn(step)
             if self._remeasurement is not None and not step.reads_prompts:

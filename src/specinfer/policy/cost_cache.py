@@ -25,12 +25,12 @@ from specinfer.drafters.merge.merged import MergedDrafter, parts_of, reads_promp
 from specinfer.model.device import device_name
 from specinfer.model.pass_work import PassWork
 from specinfer.model.runner import TargetRunner
-from specinfer.policy.cost_measurement import measure_costs, pass_sizes, still_apply
+from specinfer.policy.cost_measurement import is_alike, measure_costs, pass_sizes, speeds_now
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import ContextCurve, Curve
 
 MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a change of name
-# Maximum share of the measuring time in which this process did not run: a busy machine's costs must not be kept.
+# Maximum share of the measuring time in which this process did not run: a busy machine's costs are kept as such.
 _MAX_IDLE = 0.25
 _PER_OCTAVE = 4  # the bytes read per pass are distinguished in steps of a fifth
 logger = logging.getLogger(__name__)
@@ -66,19 +66,52 @@ def _measured_costs(
     key = hashlib.sha256(json.dumps(situation, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_folder() / f"costs-{key}.json"
     costs = None if fresh else _read(path, situation)
-    if costs is not None and not still_apply(costs, target, drafter):
-        logger.info("costs are measured again: passes take another time than those in %s", path)
-        costs = None
-    if costs is None:
-        is_idle = target.cache.num_available == target.cache.num_slots  # otherwise the larger sizes may not fit
-        started, worked = time.perf_counter(), _worked(target)
-        costs = measure_costs(target, drafter, progress=progress)
-        seconds, worked = time.perf_counter() - started, _worked(target) - worked
-        if not is_idle or seconds - worked > _MAX_IDLE * seconds + 0.05:
-            logger.info("measured costs are not kept: other requests or processes delayed the measurement")
-            return costs
+    if costs is not None and (costs := _as_now(costs, target, drafter, path)) is not None:
+        return costs
+    watch = _Stopwatch(target)
+    costs = measure_costs(target, drafter, progress=progress)
+    costs.is_provisional = watch.is_delayed
+    if costs.is_provisional:
+        logger.info("other requests or processes delayed the measurement of costs: the next steps will correct them")
+    if not (fresh and costs.is_provisional and path.exists()):
         _write(path, {"situation": situation, "time": time.time(), "costs": costs.as_dict()})
     return costs
+
+
+def _as_now(costs: CostModel, target: TargetRunner, drafter: Drafter | None, path: Path) -> CostModel | None:
+    """Return kept costs at the speed of the machine now, or None if they are to be measured again.
+
+    On a busy machine a new measurement would be no better than the kept one, and steps will correct it. Costs that were
+    measured on a busy one are measured again as soon as it is quiet.
+    """
+    watch = _Stopwatch(target)
+    passes, drafting = speeds_now(costs, target, drafter)
+    is_delayed = watch.is_delayed
+    if is_alike(passes, 1.0) and is_alike(drafting, 1.0):
+        if is_delayed or not costs.is_provisional:
+            return costs
+    elif is_delayed and isinstance(costs.target, Curve):
+        logger.info("costs are those in %s at the present speed of the machine: others use it, too", path)
+        costs.scale(passes, drafting)
+        costs.is_provisional = True
+        return costs
+    logger.info("costs are measured again: those in %s are of another load", path)
+    return None
+
+
+class _Stopwatch:
+    """A stopwatch that shows whether other requests or processes delayed a measurement."""
+
+    def __init__(self, target: TargetRunner) -> None:
+        self._target = target
+        # Otherwise the larger sizes may not fit.
+        self._is_idle = target.cache.num_available == target.cache.num_slots
+        self._started, self._worked = time.perf_counter(), _worked(target)
+
+    @property
+    def is_delayed(self) -> bool:
+        seconds, worked = time.perf_counter() - self._started, _worked(self._target) - self._worked
+        return not self._is_idle or seconds - worked > _MAX_IDLE * seconds + 0.05
 
 
 def _worked(target: TargetRunner) -> float:

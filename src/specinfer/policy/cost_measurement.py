@@ -88,27 +88,31 @@ def _target_costs(target: TargetRunner, max_seconds: float, progress: ProgressCa
     return curve
 
 
-def still_apply(costs: CostModel, target: TargetRunner, drafter: Drafter | None, max_seconds: float = 3.0) -> bool:
-    """Return whether costs that were measured before are those of the machine now, by a few passes and draft levels.
+def speeds_now(
+    costs: CostModel, target: TargetRunner, drafter: Drafter | None, max_seconds: float = 3.0
+) -> tuple[float, float]:
+    """Return by which factors passes and drafting take longer now than costs say, by a few passes and draft levels.
 
-    They may date from a busy hour, or from another speed of the machine. Slow passes are not repeated for this: every
+    Costs may date from a busy hour, or from another speed of the machine. Slow passes are not repeated for this: every
     step updates their costs.
     """
     sizes = [size for size in _sizes_that_fit(_CHECKED, target) if float(costs.target(size)) < max_seconds / _NUM_QUICK]
     if not sizes:
-        return True
+        return 1.0, 1.0
     run = partial(_target_pass, target)
     with _context_read(target):
         run(1)  # the first pass may take longer
         now = _fastest(sizes, run, max_seconds, runs_first=_has_slow_first_runs(target))
-    pairs = [(float(now(size)), float(costs.target(size))) for size in now.sizes]
-    if drafter is not None and all(_is_alike(*pair) for pair in pairs):
-        levels, _, start = _draft_costs(target, drafter, max_seconds / _ROUNDS)
-        before = float(costs.draft(_DRAFT_LEVELS, _DRAFT_LEVELS))
-        # Beside a pass, drafting may be too quick for its costs to matter.
-        pass_time = float(costs.target(1))
-        pairs = [(_DRAFT_LEVELS * float(levels(1)) + start + pass_time, before + pass_time)]
-    return all(_is_alike(*pair) for pair in pairs)
+    # Of several sizes the one that differs most.
+    changes = [float(now(size)) / float(costs.target(size)) for size in now.sizes]
+    passes = max(changes, key=lambda change: max(change, 1.0 / change))
+    if drafter is None:
+        return passes, 1.0
+    levels, _, start = _draft_costs(target, drafter, max_seconds / _ROUNDS)
+    before = float(costs.draft(_DRAFT_LEVELS, _DRAFT_LEVELS))
+    # Beside a pass, drafting may be too quick for its costs to matter.
+    pass_time = float(costs.target(1))
+    return passes, (_DRAFT_LEVELS * float(levels(1)) + start + pass_time) / (before + pass_time)
 
 
 def _has_slow_first_runs(target: TargetRunner) -> bool:
@@ -117,7 +121,8 @@ def _has_slow_first_runs(target: TargetRunner) -> bool:
     return graphs is not None or target.loaded.device.type != "cpu"
 
 
-def _is_alike(seconds: float, others: float) -> bool:
+def is_alike(seconds: float, others: float) -> bool:
+    """Return whether two times are those of one machine at one speed."""
     return max(seconds, others) <= _LIKENESS * min(seconds, others)
 
 

@@ -41,6 +41,7 @@ class CostModel:
         draft_start: Seconds that the first level takes in addition to the time of a further one.
 
     Attributes:
+        is_provisional: Whether other load distorted the measurement of these costs; set until passes are measured anew.
         max_rows: Most rows of a step, or None for no limit. Larger trees are cut, all alike. The number of requests is
             rounded up to a power of two.
     """
@@ -63,12 +64,17 @@ class CostModel:
         self._since_tree = _NEAR  # steps since the last draft tokens
         self._usual_levels = 0.0  # mean of drafts so far, of which the last ones count most
         self._measured = target.seconds.copy() if isinstance(target, Curve) else None
+        self.is_provisional = False
 
     @property
     def is_doubtful(self) -> bool:
-        """True if passes take another time than when they were measured, so that their curve may have another shape."""
+        """True if the curve of passes may have another shape: they take another time than when they were measured, or
+        other load distorted the measurement.
+        """
         if self._measured is None:
             return False
+        if self.is_provisional:
+            return True
         change = median(np.log(self.target.seconds / self._measured).tolist())
         return bool(abs(change) > math.log(_DOUBT))
 
@@ -76,6 +82,18 @@ class CostModel:
         """Take over the seconds of passes that were measured anew."""
         assert isinstance(self.target, Curve)
         self.target.sizes, self.target.seconds, self._measured = target.sizes, target.seconds, target.seconds.copy()
+        self.is_provisional = False
+
+    def scale(self, passes: float, drafting: float) -> None:
+        """Multiply the seconds of passes and of drafting, as on a machine of another speed."""
+        assert isinstance(self.target, Curve)
+        self.target.seconds = self.target.seconds * passes
+        self._scale_drafting(drafting)
+
+    def _scale_drafting(self, factor: float) -> None:
+        self.draft_level = Curve(self.draft_level.sizes, self.draft_level.seconds * factor)
+        self.draft_start *= factor
+        self.read_token *= factor
 
     def most_nodes(self, num_requests: int) -> int:
         """Return the draft tokens that each of this many requests may have in a step."""
@@ -102,7 +120,11 @@ class CostModel:
     def observe(self, step: StepRecord) -> None:
         """Learn from a step in which the target read no prompt."""
         self.follow(step.num_context, step.num_requests)
+        before = float(self.target(step.num_rows))
         self._observe_pass(step)
+        if not step.num_levels and isinstance(self.target, Curve):
+            # Drafting was not seen, and has become slower or faster with the machine: its ratio to a pass remains.
+            self._scale_drafting(float(self.target(step.num_rows)) / before)
         self.rest += LEARNING_RATE * (step.rest_time - self.rest)
         # A lookup's long chain has no model levels, and would make levels seem free.
         num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
@@ -181,6 +203,7 @@ class CostModel:
             "draft_level": _points(self.draft_level),
             "read_token": self.read_token,
             "draft_start": self.draft_start,
+            **({"is_provisional": True} if self.is_provisional else {}),
         }
 
     @classmethod
@@ -191,7 +214,9 @@ class CostModel:
         read_token, draft_start = float(numbers["read_token"]), float(numbers["draft_start"])
         if not (0 <= read_token < math.inf and 0 <= draft_start < math.inf):
             raise ValueError("read_token or draft_start is not a time")
-        return cls(target, draft_level, read_token, draft_start)
+        costs = cls(target, draft_level, read_token, draft_start)
+        costs.is_provisional = numbers.get("is_provisional") is True
+        return costs
 
 
 def _points(curve: Curve) -> list[list[float]]:

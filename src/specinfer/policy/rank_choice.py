@@ -86,6 +86,7 @@ class RankChoice:
     _MARGIN = 1.03  # gain needed for a change, because the estimates are noisy
     _CLOSE = 0.97  # share of the best rate that makes a tree as good as the best one, within the noise
     _MOST = 2  # multiple of the average nodes that a request may have, because some are easier to predict than others
+    _LEAST_LOST = 0.2  # share of the time of drafting that a test is taken to lose, whatever it is expected to save
     _LIKELY = 0.5  # no node has to be likelier than this
     _BEND = 1.25  # multiple of the average price of a node up to which further nodes are cheap
 
@@ -235,9 +236,18 @@ class RankChoice:
         rates = self.rates(num_requests)
         return pays_to_read(request, float(1.0 / rates[0] - 1.0 / rates[self._chosen]), self._costs)
 
-    def seconds_to_test(self, num_to_read: int) -> float:
-        """Return the seconds of drafting for one request, of which the drafter has still to read this many tokens."""
-        return self._costs.read_token * num_to_read + float(self._costs.draft(2, 2))
+    def seconds_lost_by_test(self, num_to_read: int, num_requests: int) -> float:
+        """Return the seconds that a test with a chain of two for one request of a batch is expected to lose.
+
+        Args:
+            num_to_read: Tokens that the drafter has to read first.
+        """
+        plain, tested = map(float, self._costs.target([num_requests, num_requests + 2]))
+        drafting = float(self._costs.draft(2, 2))
+        first = float(self._acceptance.by_rank()[0])
+        saved = self._acceptance.share * (first + first**2) * plain / num_requests
+        lost = max(drafting + tested - plain - saved, self._LEAST_LOST * drafting)
+        return self._costs.read_token * num_to_read + lost
 
     def depends_on_passes(self, num_requests: int) -> bool:
         """Return whether other costs of passes could change the choice.
