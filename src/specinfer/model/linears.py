@@ -150,7 +150,7 @@ def quantizable_names(model: nn.Module, inside: tuple[str, ...]) -> list[str]:
 
 
 def cut_head(model: nn.Module, token_ids: Tensor) -> None:
-    """Keep only the rows of these tokens in the output head; a tied embedding stays whole.
+    """Keep only the rows of these tokens in the output head, or their codes; a tied embedding stays whole.
 
     Args:
         token_ids: [map] int64, all in the vocabulary.
@@ -164,6 +164,9 @@ def cut_head(model: nn.Module, token_ids: Tensor) -> None:
             "model: its output head is not a linear layer, and cannot be cut to a token map; remove the file"
         )
     head: Any = model.get_submodule(names[0])
+    if isinstance(head, QuantizedLinear):
+        model.set_submodule(names[0], head.part(token_ids))
+        return
     weight = nn.Parameter(head.weight.detach()[token_ids], requires_grad=False)
     bias = None if head.bias is None else nn.Parameter(head.bias.detach()[token_ids], requires_grad=False)
     model.set_submodule(names[0], plain_linear(weight, bias))
@@ -186,8 +189,8 @@ def layer_lists(model: nn.Module, num_layers: int) -> dict[str, nn.ModuleList]:
 
 def _head_names(model: nn.Module) -> list[str]:
     """Return the name of the output head, in a list that is empty if the head is not a linear layer."""
-    head = output_head(model)
-    return [name for name, module in model.named_modules() if module is head and type(head) is nn.Linear]
+    head, kinds = output_head(model), (nn.Linear, QuantizedLinear)
+    return [name for name, module in model.named_modules() if module is head and type(head) in kinds]
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

@@ -62,7 +62,7 @@ class LoadConfig:
         return (
             self._has_kernels_for_codes
             and self.dtype != torch.float32  # which asks for the weights' exact values
-            and (self.quantization, self.token_map) == (None, None)
+            and self.quantization is None
         )
 
     @property

@@ -79,6 +79,12 @@ class QuantizedLinear(nn.Module):
         weight = QuantizedWeight(self.codes, self.scales, self.bits, self.in_features, self.group)
         return replace(weight, **{name: getattr(self, name) for name in _TENSORS})
 
+    def part(self, outputs: Tensor) -> "QuantizedLinear":
+        """Return a layer with the outputs of these indices, whose codes are the same."""
+        bias = None if self.bias is None else nn.Parameter(self.bias.detach()[outputs], requires_grad=False)
+        weight = replace(self.stored if self.call is None else self.quantized, inputs=self.inputs)
+        return QuantizedLinear(weight.part(outputs), bias, self.dtype, native=self.call is not None)
+
     @property
     def weight(self) -> Tensor:
         """Weights as [out, in], computed at each access."""

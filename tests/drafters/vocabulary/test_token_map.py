@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from quantized_files import save_quantized
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.core.tree import TokenTree, TreeBudget
@@ -24,11 +25,13 @@ from specinfer.learning.batches import collate
 from specinfer.learning.examples import Source, TrainingExample
 from specinfer.learning.trainable import TrainableModel
 from specinfer.model.batch import Piece
-from specinfer.model.folder import TOKEN_MAP
+from specinfer.model.folder import TOKEN_MAP, find_folder
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import FixedPolicy
 from tests.drafters.vocabulary.tokenizers_of import TOKENIZERS
+from tests.model.gguf_files import write_model
 from tiny import EOS, VOCAB, load_runner, make_request, make_tokenizer, random_prompts, run
 
 CPU = torch.device("cpu")
@@ -86,6 +89,37 @@ def test_its_logits_are_those_of_the_whole_model(tied: bool, native: bool, mappe
         logits = [_logits(ModelRunner(one, 64), prompt) for one in (whole, cut)]
         assert logits[1].shape == (1, len(IDS))
         torch.testing.assert_close(logits[0][:, IDS], logits[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL"])
+def test_stored_codes_of_a_cut_head_are_those_of_its_rows(tied: bool, kind: str, tmp_path: Path) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 256, "tie_word_embeddings": tied}
+    write_model(tmp_path / "small.gguf", kind=kind, **wide)
+    folder, ids = find_folder(tmp_path / "small.gguf"), torch.tensor(IDS)
+    whole, cut = (load_model(folder, "auto", CPU, token_map=token_map) for token_map in (None, ids))
+    assert cut.stored_types == whole.stored_types == kind
+    assert cut.compute_path == whole.compute_path == "native fused layers"
+    assert isinstance(cut.model, FusedDecoder)
+    assert isinstance(whole.model, FusedDecoder)
+    assert cut.model.head is not None
+    assert whole.model.head is not None
+    assert cut.model.head.call.panels.format == whole.model.head.call.panels.format
+    for prompt in PROMPTS:
+        logits = [_logits(ModelRunner(one, 64), prompt) for one in (whole, cut)]
+        assert torch.equal(logits[0][:, IDS], logits[1])
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "AWQ", "FP8 of 128"])
+def test_a_quantized_checkpoint_with_a_map_keeps_its_codes(
+    name: str, mapped: Callable[..., Path], tmp_path: Path
+) -> None:
+    save_quantized(mapped(hidden_size=256, intermediate_size=256), tmp_path / "quantized", name)
+    whole, cut = (
+        load_model(tmp_path / "quantized", torch.bfloat16, CPU, token_map=ids) for ids in (None, torch.tensor(IDS))
+    )
+    assert cut.stored_types == whole.stored_types is not None
+    assert torch.equal(_logits(ModelRunner(whole, 64), PROMPTS[1])[:, IDS], _logits(ModelRunner(cut, 64), PROMPTS[1]))
 
 
 @pytest.mark.covering(1)
