@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from benchmarks.growth.models import growing
 from benchmarks.options import LabSettings
+from benchmarks.peers.engines import engine_tables
 from benchmarks.peers.names import parse_peer
 from benchmarks.peers.race import Peers
 from benchmarks.peers.report import PeerRuns, peer_lines, peer_tables
@@ -32,11 +34,15 @@ class GrownLatencyConfig(CompareConfig):
 
     grow: str | None = setting_of(LabSettings, "grow")
     peers: tuple[str, ...] = setting_of(LabSettings, "peers")
+    sweep: bool = setting_of(LabSettings, "sweep")
+    markdown: str | Path | None = setting_of(LabSettings, "markdown")
 
     def __post_init__(self) -> None:
         CompareConfig.__post_init__(self)
         for peer in self.peers:
             parse_peer(peer, "float32")
+        if self.sweep and not self.peers:
+            raise ValueError("sweep: it is of the settings of peers; name one with peer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,14 @@ def run_grown_latency(config: GrownLatencyConfig, progress: StageBar) -> Report[
     def start(session: Session) -> Iterator[Peers]:
         loaded, prompts = session.llm.target.loaded, session.prompts
         max_len = prompts.longest + config.max_tokens
-        with Peers(config.peers, session.models, dtype=loaded.dtype, device=loaded.device, max_len=max_len) as peers:
+        with Peers(
+            config.peers,
+            session.models,
+            dtype=loaded.dtype,
+            device=loaded.device,
+            max_len=max_len,
+            sweep=config.sweep,
+        ) as peers:
             peers.start(session.progress.stage)
             peers.tune(prompts.token_ids, config.sampling_params(0), session.progress.stage)
             started.append(peers)
@@ -83,7 +96,7 @@ def run_grown_latency(config: GrownLatencyConfig, progress: StageBar) -> Report[
     peers = started[0].runs()
     return Report(
         page.lines,
-        [*page.tables, *peer_tables(ours, peers)],
+        [*page.tables, *peer_tables(ours, peers), *engine_tables(ours, peers)],
         PeerLatency(ours, peers),
         page.environment,
         {**page.numbers, **peers.as_dict(ours)},

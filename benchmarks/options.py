@@ -1,6 +1,7 @@
 """Options that several measurements of this folder share."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from specinfer.core.options import setting, setting_of
 from specinfer.engine_args import EngineArgs
@@ -15,7 +16,7 @@ class LabSettings:
     grow: str | None = setting(
         None,
         MODEL,
-        "Grow the target to this number of parameters, such as 1b, with the same output. Llama models only.",
+        "Grow the target to this number of parameters, such as 1b, with the same output: Llama, Qwen 2 and 3, Gemma 3.",
         metavar="SIZE",
     )
     peers: tuple[str, ...] = setting(
@@ -27,5 +28,9 @@ class LabSettings:
         name="peer",
         metavar="NAME",
     )
+    sweep: bool = setting(
+        False, SPECULATION, "Measure each of the usual settings of a peer by itself, and not only its fastest ones."
+    )
+    markdown: str | Path | None = setting(None, "Output", "Write the tables to this file in Markdown.", metavar="FILE")
     repeats: int = setting(7, SAMPLING, "Number of timed passes of each kind.", low=1)
     model: str = setting_of(EngineArgs, "model", default="demo")

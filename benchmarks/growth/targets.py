@@ -1,9 +1,9 @@
-"""Enlarge a trained Llama so that it computes the same function at a bigger model's cost.
+"""Enlarge a trained model so that it computes the same function at a bigger model's cost.
 
 The old weights become one block of each bigger matrix. Added weights are random where they cannot affect the logits,
 and zero only where they would write to the residual: new rows of q, k, v, gate and up are random, new columns of o and
 down are zero, and new residual dimensions stay zero throughout. Function-preserving growth as in Net2Net (Chen et al.
-2016, arXiv:1511.05641), by zero blocks.
+2016, arXiv:1511.05641), by zero blocks. Whole added layers write nothing but zeros, and are computed all the same.
 """
 
 import copy
@@ -15,20 +15,21 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.growth.shard_writer import ShardWriter
 from specinfer.model.definition import load_plain
-from specinfer.planning.growth_shape import Shape, head_dim_of, shape_of
+from specinfer.planning.growth_shape import GROWABLE, Shape, head_dim_of, shape_of
 
 MARKER_NAME = "grown.json"
 MIN_POSITIONS = 8192  # so that long contexts can be timed, though text there is no better than the model's own
 # Standard deviation 0.02, Llama's own initial scale: activations stay near 1 at every width.
 _FILL_BOUND = 0.02 * math.sqrt(3)
 _CPU = torch.device("cpu")
+_RESIDUAL_WRITERS = {"embed_tokens", "o_proj", "down_proj", "fc"}
 _COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 
 
@@ -49,13 +50,13 @@ def grow_folder(
     A destination grown before from the same source and arguments is kept. One grown from others is replaced.
 
     Raises:
-        ValueError: The source is no Llama folder, or the destination was not written by this function.
+        ValueError: The source is no folder of a model that can grow, or the destination was not written by growth.
     """
     if not (source / "config.json").is_file():
         raise ValueError(f"source {source} has no config.json: give a Hugging Face model folder")
     kind = json.loads((source / "config.json").read_text(encoding="utf-8")).get("model_type")
-    if kind != "llama":
-        raise ValueError(f"source {source} holds model_type {kind!r}: give a Llama model")
+    if kind not in GROWABLE:
+        raise ValueError(f"source {source} holds model_type {kind!r}: give one of {', '.join(GROWABLE)}")
     sizes = {"shape": asdict(shape), "positions": MIN_POSITIONS, "seed": seed, "dtype": str(dtype)}
 
     def write(fresh: Path) -> None:
@@ -100,10 +101,9 @@ def place_grown(source: Path, destination: Path, sizes: Mapping[str, object], wr
 class _Filling:
     """The weights of a grown model, filled in the order of its parameters, which fixes the random numbers."""
 
-    def __init__(self, model: LlamaForCausalLM, shape: Shape, seed: int) -> None:
+    def __init__(self, model: Any, shape: Shape, seed: int) -> None:
         self._shape, self._old = shape, shape_of(model.config)
-        num_old = self._old.num_layers
-        self._kept = {new: old for old, new in enumerate(places_of_layers(num_old, shape.num_layers))}
+        self._kept = {new: old for old, new in enumerate(places_in(model.config, shape.num_layers))}
         self._sources = dict(model.named_parameters(remove_duplicate=False))
         self._generator = torch.Generator(model.device).manual_seed(seed)
 
@@ -118,14 +118,20 @@ def places_of_layers(num_old: int, num_layers: int) -> list[int]:
     return [(2 * i + 1) * num_layers // (2 * num_old) for i in range(num_old)]
 
 
+def places_in(config: Any, num_layers: int) -> list[int]:
+    """Return the new index of each old layer of a model: the same if layers are of several kinds, whose order stays."""
+    is_mixed = len(set(getattr(config, "layer_types", None) or ())) > 1
+    return list(range(config.num_hidden_layers)) if is_mixed else places_of_layers(config.num_hidden_layers, num_layers)
+
+
 @torch.no_grad()
-def _write_grown(model: LlamaForCausalLM, shape: Shape, folder: Path, seed: int, dtype: torch.dtype) -> None:
+def _write_grown(model: Any, shape: Shape, folder: Path, seed: int, dtype: torch.dtype) -> None:
     """Write the grown model, one weight after the other."""
     old = shape_of(model.config)
     check_contains(shape, old)
     config = _grown_config(model.config, shape, old, dtype)
     with torch.device("meta"):
-        grown = LlamaForCausalLM(config)
+        grown = type(model)(config)
     grown.tie_weights()
     fill, writer = _Filling(model, shape, seed), ShardWriter(folder)
     for name, planned in grown.named_parameters():  # a tied head is not among them
@@ -153,7 +159,7 @@ def grow_weight(
     role: str, new: Tensor, old: Tensor | None, shape: Shape, small: Shape, generator: torch.Generator
 ) -> None:
     """Write `new` around `old`, which is at most as large in every size and None in an added layer."""
-    if role in {"embed_tokens", "o_proj", "down_proj", "fc"}:  # those that write to the residual
+    if role in _RESIDUAL_WRITERS:
         new.zero_()
     else:
         new.uniform_(-_FILL_BOUND, _FILL_BOUND, generator=generator)
@@ -174,12 +180,14 @@ def grow_weight(
     new[tuple(slice(size) for size in old.shape)].copy_(old)
 
 
-def _grown_config(config: LlamaConfig, shape: Shape, old: Shape, dtype: torch.dtype) -> LlamaConfig:
+def _grown_config(config: Any, shape: Shape, old: Shape, dtype: torch.dtype) -> Any:
     """Return a copy of a config with the new sizes; all but sizes, positions, epsilon and dtype stay the same."""
     grown = copy.deepcopy(config)
     grown.head_dim = head_dim_of(config)
     grown.hidden_size, grown.intermediate_size = shape.hidden_size, shape.intermediate_size
     grown.num_hidden_layers = shape.num_layers
+    if kinds := getattr(config, "layer_types", None):
+        grown.layer_types = [kinds[i % len(kinds)] for i in range(shape.num_layers)]
     grown.num_attention_heads, grown.num_key_value_heads = shape.num_heads, shape.num_kv_heads
     # Zeros appended to the residual shrink its mean square by old/new, and epsilon must follow.
     grown.rms_norm_eps = config.rms_norm_eps * old.hidden_size / shape.hidden_size

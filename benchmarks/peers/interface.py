@@ -18,6 +18,7 @@ class Load:
         max_len: Most tokens of a prompt and its output together.
         dtype: Type that our own models compute in.
         looks_up: Whether draft tokens are looked up in the prompt and the output.
+        sweep: Whether each of the settings is measured by itself: few that people use, not all that may be fastest.
     """
 
     target: str
@@ -26,6 +27,7 @@ class Load:
     dtype: str
     device: str
     looks_up: bool = False
+    sweep: bool = False
 
 
 @dataclass(frozen=True, slots=True)

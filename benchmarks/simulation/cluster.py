@@ -42,12 +42,15 @@ class RankCosts:
     def on_faster(self, scale: float, read_scale: float) -> Self:
         """Return the costs on a device that computes `scale` times and reads weights `read_scale` times as fast.
 
-        The time of a pass over one row counts as reading, and the time that further rows add counts as computing.
+        The time of a pass over one row counts as reading, and the time that further rows add counts as computing. One
+        row of a drafter, which a cache may hold, gains no more than either.
         """
         step, sizes = self.step, self.step.target.sizes
         reading = float(step.target(1))
         seconds = reading / read_scale + (step.target.seconds - reading) / scale
-        draft = Curve(step.draft_level.sizes.tolist(), (step.draft_level.seconds / scale).tolist())
+        level, levels = float(step.draft_level(1)), step.draft_level.seconds
+        drafting = level / min(scale, read_scale) + (levels - level) / scale
+        draft = Curve(step.draft_level.sizes.tolist(), drafting.tolist())
         target = Curve(sizes.tolist(), seconds.tolist())
         faster = CostModel(target, draft, step.read_token / scale, step.draft_start / scale)
         faster.rest = step.rest / scale

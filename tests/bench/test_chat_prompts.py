@@ -15,7 +15,7 @@ from specinfer.bench.acceptance import run_acceptance
 from specinfer.bench.acceptance_options import AcceptanceConfig
 from specinfer.bench.comparisons import ArmRow, Compared
 from specinfer.bench.latency import latency_page, run_latency
-from specinfer.bench.options import KINDS, PLAIN, LatencyConfig, ThroughputConfig, kinds_for
+from specinfer.bench.options import ALL, FUNCTIONS, KINDS, PLAIN, LatencyConfig, ThroughputConfig, kinds_for
 from specinfer.bench.prompts import PromptSet, chat_prompts, chat_token_ids, find_prompts
 from specinfer.bench.throughput import run_throughput
 from specinfer.cli.app import app
@@ -62,7 +62,7 @@ def report(folder: str) -> Report[Compared]:
 
 def test_every_kind_has_a_dozen_prompts_and_none_is_there_twice() -> None:
     written = chat_prompts()
-    assert tuple(written) == KINDS
+    assert tuple(written) == (*KINDS, FUNCTIONS)
     assert all(len(prompts) >= 12 for prompts in written.values())
     everything = [prompt for prompts in written.values() for prompt in prompts]
     assert len(set(everything)) == len(everything)
@@ -83,6 +83,23 @@ def test_kinds_come_in_turn_and_go_through_the_chat_template(folder: str) -> Non
         assert found.token_ids[2] == llm.chat_prompt(third)
 
 
+def test_functions_are_asked_twice_in_each_turn(folder: str) -> None:
+    found = chat_token_ids(Path(folder), 35, kinds_for("some/model", (ALL,)))
+    assert {kind: found.kinds.count(kind) for kind in KINDS} == dict.fromkeys(KINDS, 5)
+    assert found.kinds.count(FUNCTIONS) == 10
+    assert len(set(map(tuple, found.token_ids))) == 35
+    assert chat_token_ids(Path(folder), 3, (*KINDS, FUNCTIONS)).kinds == KINDS[:3]
+
+
+def test_functions_can_be_run_and_have_a_description() -> None:
+    for prompt in chat_prompts()[FUNCTIONS]:
+        code = prompt.split("```")[1].removeprefix("python\n")
+        scope: dict[str, Any] = {}
+        exec(code, scope)
+        (function,) = (value for name, value in scope.items() if name != "__builtins__")
+        assert ">>>" in function.__doc__
+
+
 def test_only_the_chat_model_is_given_chat_prompts_unasked() -> None:
     assert kinds_for(CHAT, None) == KINDS
     assert kinds_for("demo", None) == kinds_for("some/model", None) == ()
@@ -96,6 +113,7 @@ def test_only_the_chat_model_is_given_chat_prompts_unasked() -> None:
     [
         (("riddles",), "kinds: 'riddles' is not known; use questions, rewriting, code, lists, stories"),
         ((), "kinds: none given; give at least one"),
+        (("all", "code"), "kinds: 'all' stands for all of them; leave the others out"),
         (("code", "code"), "kinds: code, code given; .* none twice"),
     ],
 )

@@ -25,7 +25,7 @@ from specinfer.model.definition import load_plain
 from specinfer.model.folder import find_folder
 from specinfer.reporting.report import Report
 from tests.benchmarks.fake_peer import TOKEN
-from tiny import VOCAB, save_model
+from tiny import VOCAB, save_model, save_tokenizer
 
 PROMPTS = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 MAX_TOKENS = 8
@@ -180,6 +180,45 @@ def test_peers_are_measured_together_with_our_arms(folders: tuple[str, str], tmp
     assert "fake" in (tmp_path / "plot.svg").read_text()
 
 
+def test_a_sweep_measures_each_setting_and_compares_all_engines(folders: tuple[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "table.md"
+    report = measure(folders, "fake", "fake-draft", sweep=True, trees=("1",), repeats=1, markdown=file)
+    names = [arm.name for arm in peers_of(report).arms]
+    assert names == ["fake:f32", *(f"fake-draft:f32 {count}" for count in range(1, 11))]
+    rows = {(row["engine"], row["settings"]): row for row in report.as_dict()["engines"]}
+    assert [settings for engine, settings in rows if engine == "SpecInfer"] == ["plain", "1"]
+    plain, third = rows["fake", "plain"], rows["fake", "num_draft 3"]
+    assert (plain["over_other"], plain["over_own"], plain["same_texts"]) == (1.0, None, None)
+    # 6 of 8 tokens come within 8 seconds, and 7 of 8 without drafts.
+    assert third["over_own"] == third["over_other"] == pytest.approx(6 / 7)
+    assert third["same_texts"] == "2 of 2"
+    ours = rows["SpecInfer", "1"]
+    assert ours["same_texts"] == "2 of 2"
+    assert ours["over_own"] == pytest.approx(
+        report.measured.ours.result.speedup_of(report.measured.ours.result.best).median
+    )
+    text = file.read_text()
+    assert (
+        "| engine | settings | tokens/s | over fake plain | over own plain | quartiles | texts of own plain |" in text
+    )
+    assert "| fake | num_draft 3 | 0.8 | 0.86 | 0.86 |" in text
+
+
+def test_the_engines_are_compared_by_kind_of_prompt(
+    folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = save_model(tmp_path / "chat", max_position_embeddings=2048)
+    save_tokenizer(target, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    file = tmp_path / "table.md"
+    measure((str(target), folders[1]), "fake", kinds=("all",), num_prompts=3, prompts=None, repeats=1, markdown=file)
+    assert "| engine | settings | questions | rewriting | code |" in file.read_text()
+
+
+def test_a_sweep_without_a_peer_is_refused() -> None:
+    with pytest.raises(ValueError, match="sweep: it is of the settings of peers; name one with peer"):
+        GrownLatencyConfig(sweep=True)
+
+
 @pytest.mark.parametrize(
     ("failure", "reason"),
     [
@@ -318,10 +357,20 @@ def test_the_server_of_llama_cpp_is_driven_over_http(tmp_path: Path, monkeypatch
     finally:
         server.close()
     drafting = llama_server.LlamaServer(2, 10.0)
+    lasting: list[int] = []
+    monkeypatch.setattr(llama_server, "available_bytes", lambda: 0 if lasting else 2**40)
     try:
         offered = drafting.load(Load("m.gguf", "d.gguf", 64, "float32", "cpu"))
         assert offered[0] == {"spec-type": "draft-simple", "spec-draft-n-max": 2, "spec-draft-p-min": 0.0}
         assert drafting.generate(Ask([5], 2, 0.0, 0, offered[-1])).token_ids == [16, 16]
+        first = drafting.generate(Ask([5], 2, 0.0, 0, offered[0])).token_ids
+        assert first == [2, 2]
+        assert len(drafting._loaded) == 2  # while memory lasts
+        lasting.append(0)
+        assert drafting.generate(Ask([5], 2, 0.0, 0, offered[2])).token_ids == [3, 3]
+        assert len(drafting._loaded) == 1
+        swept = drafting.load(Load("m.gguf", "d.gguf", 64, "float32", "cpu", sweep=True))
+        assert [one["spec-draft-n-max"] for one in swept] == [2, 3, 4, 8]
     finally:
         drafting.close()
 

@@ -332,6 +332,9 @@ def test_other_machines_are_faster_by_the_given_factors() -> None:
     rate = SHAPE.num_bytes / 0.1  # what one row took here
     reads = SimulationConfig(memory_bandwidth=f"{4 * rate / 1e6:.6f}MB/s").costs(measured, SHAPE).step
     assert reads.target.seconds == pytest.approx([0.025, 0.025, 1.525])
+    slow = SimulationConfig(scale=4.0, memory_bandwidth=f"{2 * rate / 1e6:.6f}MB/s").costs(measured, SHAPE).step
+    level, levels = float(measured.draft_level(1)), measured.draft_level.seconds
+    assert slow.draft_level.seconds == pytest.approx(level / 2 + (levels - level) / 4)  # it waits for memory, too
 
 
 # ------------------------------------------------------------------------------------------- the engine

@@ -31,3 +31,11 @@ def test_a_label_that_repeats_the_row_above_is_blank_while_the_labels_before_it_
 
 def test_a_cell_that_is_too_wide_is_folded_and_not_cut() -> None:
     assert sum(line.count("x") for line in lines((1, 200 * "x", 1.0))) == 200
+
+
+def test_a_table_in_markdown_has_every_cell_and_aligns_labels_to_the_left() -> None:
+    table = Table("speeds", "Speeds", VALUES, [(1, "off", 1.0), (1, "a|b", 2.0)], "note")
+    assert Report([], [table, Table("", "Empty", VALUES, [])]).as_markdown().splitlines() == [
+        "Speeds:", "", "| batch | tree | speed |", "| --- | --- | ---: |", "| 1 | off | 1.0 |",
+        "| 1 | a\\|b | 2.0 |", "", "note",
+    ]  # fmt: skip

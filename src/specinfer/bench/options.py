@@ -28,6 +28,8 @@ _T = TypeVar("_T")
 AnyPrompt = str | tuple[int, ...]
 PLAIN = "off"  # name of the arm that decodes without speculation, as in `tree="off"`
 KINDS = ("questions", "rewriting", "code", "lists", "stories")  # of chat prompts
+FUNCTIONS = "functions"  # to complete from their heads and descriptions; asked twice as often as another kind
+ALL = "all"  # stands for all kinds and functions
 MAX_BATCH = 1024
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _SAMPLING, _SPECULATION = "Sampling", "Speculation"
@@ -43,8 +45,8 @@ class SharedSettings:
     kinds: tuple[str, ...] | None = setting(
         None,
         _SAMPLING,
-        "Kind of chat prompts: questions, rewriting, code, lists or stories. May be repeated. (default: all kinds for "
-        "demo-chat, and held-out texts for other models)",
+        "Kind of chat prompts: questions, rewriting, code, lists, stories, functions to complete, or all. May be "
+        "repeated. (default: all but functions for demo-chat, and held-out texts for other models)",
         name="kind",
         metavar="KIND",
     )
@@ -269,8 +271,10 @@ def check_kinds(kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None
     """
     if kinds is None:
         return
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ValueError(f"kinds: {unknown[0]!r} is not known; use {', '.join(KINDS)}")
+    if unknown := [kind for kind in kinds if kind not in (*KINDS, FUNCTIONS, ALL)]:
+        raise ValueError(f"kinds: {unknown[0]!r} is not known; use {', '.join((*KINDS, FUNCTIONS, ALL))}")
+    if ALL in kinds and len(kinds) > 1:
+        raise ValueError(f"kinds: {ALL!r} stands for all of them; leave the others out")
     if not kinds or len(set(kinds)) < len(kinds):
         raise ValueError(f"kinds: {', '.join(kinds) or 'none'} given; give at least one, and none twice")
     if prompts is not None:
@@ -280,5 +284,5 @@ def check_kinds(kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None
 def kinds_for(model: str, kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None) -> tuple[str, ...]:
     """Return the kinds of chat prompts that a model is measured on, or none if it continues texts."""
     if kinds is not None:
-        return tuple(kinds)
+        return (*KINDS, FUNCTIONS) if ALL in kinds else tuple(kinds)
     return KINDS if model == CHAT and prompts is None else ()

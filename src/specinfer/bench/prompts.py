@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from specinfer.bench.options import KINDS, AnyPrompt
+from specinfer.bench.options import FUNCTIONS, KINDS, AnyPrompt
 from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.corpus import heldout_prompts
@@ -67,7 +67,7 @@ class PromptSet:
 @cache
 def chat_prompts() -> dict[str, tuple[str, ...]]:
     """Return all messages by kind."""
-    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[str]] = {kind: [] for kind in (*KINDS, FUNCTIONS)}
     for line in _FILE.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         found[record["kind"]].append(record["prompt"])
@@ -75,20 +75,21 @@ def chat_prompts() -> dict[str, tuple[str, ...]]:
 
 
 def chat_token_ids(folder: Path, count: int, kinds: Sequence[str]) -> PromptSet:
-    """Return `count` messages of these kinds in turn, formatted by the chat template of the model in `folder`.
+    """Return `count` messages of these kinds in turn, functions twice, in the chat format of the model in `folder`.
 
     Raises:
         ValueError: There are too few messages, or the model has no chat template.
     """
-    written = chat_prompts()
-    available = len(kinds) * min(len(written[kind]) for kind in kinds)
+    written = {kind: iter(prompts) for kind, prompts in chat_prompts().items()}
+    turn = [kind for kind in kinds for _ in range(1 + (kind == FUNCTIONS and len(kinds) > 1))]
+    available = min(len(turn) * (len(chat_prompts()[kind]) // turn.count(kind)) for kind in kinds)
     if count > available:
         raise ValueError(
             f"num_prompts: {count} are needed, and there are {available} chat prompts of {', '.join(kinds)}; ask for "
             "fewer at once, or for more kinds"
         )
     template = ChatTemplate(load_tokenizer(folder), known_positions(folder) or _NO_LIMIT)
-    chosen = [(kinds[i % len(kinds)], written[kinds[i % len(kinds)]][i // len(kinds)]) for i in range(count)]
+    chosen = [(kind, next(written[kind])) for kind in itertools.islice(itertools.cycle(turn), count)]
     try:
         ids = [template.read([{"role": "user", "content": text}]) for _, text in chosen]
     except RequestError as error:

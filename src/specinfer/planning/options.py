@@ -85,8 +85,8 @@ class PlanConfig:
     grow: str | None = setting(
         None,
         "Model",
-        "Number of parameters that the target is taken to have on a GPU that need not be here, such as 7b. Llama "
-        "models only.",
+        "Number of parameters that the target is taken to have on a GPU that need not be here, such as 7b: "
+        "Llama, Qwen 2 and 3, Gemma 3.",
         metavar="SIZE",
     )
     context: int = setting(

@@ -37,7 +37,7 @@ def json_value(value: object) -> object:
     return [json_value(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
-def check_files(json: str | Path | None, plot: str | Path | None) -> None:
+def check_files(json: str | Path | None, plot: str | Path | None, markdown: str | Path | None = None) -> None:
     """Check that the requested files can be written.
 
     Raises:
@@ -45,7 +45,7 @@ def check_files(json: str | Path | None, plot: str | Path | None) -> None:
     """
     if plot is not None:
         check_plot(plot)
-    for name, file in (("json", json), ("plot", plot)):
+    for name, file in (("json", json), ("plot", plot), ("markdown", markdown)):
         if file is None:
             continue
         path = Path(file)
@@ -73,9 +73,12 @@ class Written(Protocol):
 
     def as_dict(self) -> dict[str, Any]: ...
     def draw(self, path: str | Path) -> None: ...
+    def as_markdown(self) -> str: ...
 
 
-def write_files(report: Written, json: str | Path | None, plot: str | Path | None) -> None:
+def write_files(
+    report: Written, json: str | Path | None, plot: str | Path | None, markdown: str | Path | None = None
+) -> None:
     """Write the files that were asked for.
 
     Raises:
@@ -88,6 +91,9 @@ def write_files(report: Written, json: str | Path | None, plot: str | Path | Non
         if plot is not None:
             with naming("plot", plot):
                 report.draw(plot)
+        if markdown is not None:
+            with naming("markdown", markdown):
+                Path(markdown).write_text(report.as_markdown(), encoding="utf-8")
     except ValueError as error:
         raise UnwrittenError(str(error), report) from error
 

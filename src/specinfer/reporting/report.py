@@ -88,9 +88,22 @@ class Table(Generic[R]):
     def as_list(self) -> list[dict[str, object]]:
         return [fields_of(self.values, row) for row in self.rows]
 
+    @property
+    def _shown(self) -> list[Value[R]]:
+        return [value for value in self.values if value.form is not None]
+
+    def as_markdown(self) -> str:
+        """Return the title and the table in Markdown."""
+        values = self._shown
+        lines = [[value.title for value in values]]
+        lines.append(["---" if value.label or not number else "---:" for number, value in enumerate(values)])
+        lines += [[value.cell(row).replace("|", "\\|") for value in values] for row in self.rows]
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        return "\n\n".join(filter(None, (f"{self.title}:", table, self.note)))
+
     def print(self, console: Console) -> None:
         """Print the table, with a line between the sections that its `once` columns form."""
-        values = [value for value in self.values if value.form is not None]
+        values = self._shown
         labels = [number for number, value in enumerate(values) if value.label or number == 0]
         table, above = new_table(*(value.title for value in values), labels=labels), list[str]()
         for row in self.rows:
@@ -142,6 +155,10 @@ class Report(Generic[M]):
         rows = next(each for each in self.tables if each.name == table).as_list()
         return next(row for row in rows if all(row[name] == value for name, value in where.items()))[key]
 
+    def as_markdown(self) -> str:
+        """Return the tables in Markdown."""
+        return "\n\n".join(table.as_markdown() for table in self.tables if table.rows) + "\n"
+
     def draw(self, path: str | Path) -> None:
         """Draw the report into a file.
 
@@ -171,16 +188,17 @@ def reported(measure: Callable[..., Report[M]]) -> ReportedMeasurement[Any, M]:
     """Return a measurement that checks the files of a configuration, shows its stages, and writes the files.
 
     Args:
-        measure: Function of a configuration with the field `json`, and `plot` if it draws, and of a `StageBar`.
+        measure: Function of a configuration with the field `json`, and `plot` if it draws, and of a `StageBar`. The
+            field `markdown` names a file for the tables.
     """
 
     @functools.wraps(measure)
     def run(config: Any, console: Console | None = None, **more: Any) -> Report[M]:
-        plot = getattr(config, "plot", None)
-        check_files(config.json, plot)
+        files = {name: getattr(config, name, None) for name in ("json", "plot", "markdown")}
+        check_files(**files)
         with stage_bar(console) as progress:
             report = replace(measure(config, progress, **more), options=options_of(config))
-        write_files(report, config.json, plot)
+        write_files(report, **files)
         return report
 
     return run

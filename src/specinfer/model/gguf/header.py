@@ -61,6 +61,12 @@ class TensorPlace:
     file: Path
     factor: float = 1.0
 
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """The numbers of rows and of blocks in a row, and the bytes of a block."""
+        size, num_bytes = GGML_QUANT_SIZES[self.kind]
+        return prod(self.shape[:-1]), self.shape[-1] // size, num_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:

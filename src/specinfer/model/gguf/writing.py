@@ -5,12 +5,11 @@ What a file would say is read before it is written. A configuration that it cann
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoConfig, PreTrainedConfig
@@ -95,20 +94,15 @@ def write_gguf(
     places = {name: TensorPlace(shape, kinds[name], 0, 0, file) for name, shape in tensors.shapes.items()}
     places |= _written(rotations, file)
     _check(GgufHeader(file, metadata | {"general.architecture": arch}, places), config)
-    with closing(GGUFWriter(file, arch)) as writer:
-        for key, value in metadata.items():
-            _add(writer, key, value)
-        for name, place in places.items():
-            size = math.prod(gguf.quant_shape_to_byte_shape(place.shape, place.kind))
-            writer.add_tensor_info(name, place.shape, np.dtype(np.float32), size, raw_dtype=place.kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
+
+    def data() -> Iterator[np.ndarray]:
         for number, stored in enumerate(tensors.shapes, start=1):
-            writer.write_tensor_data(rounded(tensors.read(stored).contiguous().numpy(), kinds[stored]))
+            yield rounded(tensors.read(stored).contiguous().numpy(), kinds[stored])
             note(number)
         for numbers in rotations.values():
-            writer.write_tensor_data(np.array(numbers, dtype=np.float32))
+            yield np.array(numbers, dtype=np.float32)
+
+    write_file(file, arch, metadata, places, data())
     return sum(one not in _PLAIN and stored not in _OUTSIDE for stored, one in kinds.items())
 
 
@@ -183,7 +177,34 @@ def _written(rotations: Mapping[str, list[float]], file: Path) -> dict[str, Tens
     return places
 
 
-def _add(writer: Any, key: str, value: Any) -> None:
+def write_file(
+    file: Path,
+    arch: str,
+    metadata: Mapping[str, Any],
+    places: Mapping[str, TensorPlace],
+    data: Iterable[np.ndarray],
+) -> None:
+    """Write a file of tensors as they come.
+
+    Args:
+        metadata: Values by key; None is left out.
+        places: Shape and type of each tensor.
+        data: The stored numbers or codes of each, in the same order.
+    """
+    with closing(GGUFWriter(file, arch)) as writer:
+        for key, value in metadata.items():
+            _add(writer, key, value)
+        for name, place in places.items():
+            size = math.prod(place.blocks)
+            writer.add_tensor_info(name, place.shape, np.dtype(np.float32), size, raw_dtype=place.kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for stored in data:
+            writer.write_tensor_data(stored)
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, list):
         writer.add_array(key, value)
     elif value is not None:
