@@ -30,6 +30,7 @@ from specinfer.core.lora import LoRAConfig
 from specinfer.core.options import Flag, check_settings, parse_size, setting, setting_of, settings_of
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.progress import ProgressCallback
+from specinfer.core.token_map import parse_token_map
 from specinfer.core.vllm_names import takes_vllm_arguments
 from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED
 from specinfer.hub.locate import at_revision
@@ -130,6 +131,13 @@ class EngineArgs:
     drafter_quantization: str | None = setting(
         None, SPECULATION, "Quantize the linear layers of draft models to {choices}.", choices=QUANTIZATIONS
     )
+    drafter_token_map: int | str | Path = setting(
+        "auto",
+        SPECULATION,
+        "Tokens that draft models propose (FR-Spec): auto, full, the first N in the order of merges, or a JSON file of "
+        "their ids.",
+        metavar="auto|full|N|FILE",
+    )
     tree: str = setting_of(SpeculativeConfig, "tree")
     verification: str = setting_of(SpeculativeConfig, "verification")
     draft_sampling: str = setting_of(SpeculativeConfig, "draft_sampling")
@@ -163,6 +171,7 @@ class EngineArgs:
         _ = self.engine_config, self.offload_config, self.parallel_config, self.speculative_config, self.lora_config
         SLO.parse(self.slo)
         check_device(self.device)
+        parse_token_map(self.drafter_token_map)
         if self.adapt_dir is not None and not self.adapt_drafters:
             raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
 

@@ -20,9 +20,10 @@ from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import SmallModelDrafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.tree_grower import NativeGrower, Wanted
-from specinfer.drafters.vocabulary.token_map import SharedVocabulary
+from specinfer.drafters.vocabulary.token_map import ReducedVocabulary, SharedVocabulary
 from specinfer.model.kv_cache import OutOfSlotsError
 from specinfer.model.layers.fused import FusedDecoder
+from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance, verify
 from tiny import VOCAB, make_request, random_prompts, resized, save_model
@@ -147,6 +148,45 @@ def test_trees_of_different_rules_grow_together(
         for request, tree in zip(requests, trees, strict=True):
             twins.observe(request, tree, _deepest(tree))
     assert used == [True] * 3
+
+
+REDUCED = ReducedVocabulary((range(32), range(64, VOCAB)))
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("sampling", ["shared-noise", "without-replacement"])
+@pytest.mark.parametrize("has_other_text", [False, True])
+def test_a_reduced_vocabulary_drafts_as_a_model_that_has_no_other_tokens(
+    params: str, sampling: str, has_other_text: bool, runner_of: Callable[..., ModelRunner]
+) -> None:
+    runner = runner_of("llama")
+    cut = load_model(runner.loaded.folder, "auto", runner.loaded.device, token_map=REDUCED.ids)
+    whole = SharedVocabulary(VOCAB, VOCAB)
+    made = {
+        "reduced": (runner.loaded, SharedVocabulary(VOCAB, VOCAB, None, REDUCED)),
+        "expected": (runner.loaded, whole) if has_other_text else (cut, SharedVocabulary(VOCAB, VOCAB, REDUCED.ids)),
+    }
+    drafters = [
+        SmallModelDrafter(
+            ModelRunner(loaded, 400), VOCAB, draft_sampling=sampling, calibration=Calibration(), vocabulary=vocabulary
+        )
+        for loaded, vocabulary in made.values()
+    ]
+    prompts = [[3, 40, 70, 41, 5, 42], [9], [65, 43] * 2]  # 3, 0 and 2 tokens that are outside
+    if has_other_text:
+        prompts[1] = [40, 44, 9, 50, 51, 52]
+    trees = []
+    for drafter in drafters:
+        requests = [
+            make_request(str(i), prompt, one, seed=i)
+            for i, (prompt, one) in enumerate(zip(prompts, PARAMS[params], strict=True))
+        ]
+        trees.append(drafter.draft([span_of(request) for request in requests], BUDGETS["mixed"]))
+    for mine, expected in zip(*trees, strict=True):
+        _check_alike(mine, expected)
+        drafted = set(mine.tokens[1:])
+        assert drafted
+        assert has_other_text or drafted <= {*REDUCED.ids.tolist()}
 
 
 def _count_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

@@ -1,24 +1,31 @@
 """Loading of a drafter that is a model, next to its target."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from specinfer.core.config import OffloadConfig, check_quantization
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import MTP, SELF_DRAFTERS
+from specinfer.core.token_map import TOKEN_MAP_AUTO, TOKEN_MAP_FULL, parse_token_map
 from specinfer.drafters.feature_drafter import NextTokens
-from specinfer.drafters.vocabulary.token_map import SharedVocabulary, Vocabulary
+from specinfer.drafters.vocabulary.token_map import ReducedVocabulary, SharedVocabulary, Vocabulary
 from specinfer.drafters.vocabulary.translation import find_vocabulary
 from specinfer.hub.files import read_object
 from specinfer.hub.locate import TOKENIZER_FILE
 from specinfer.model.definition import load_config, load_tokenizer, token_ids
-from specinfer.model.folder import read_token_map
+from specinfer.model.folder import read_token_ids, read_token_map
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.heads.load import find_format, load_head
+from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.self_copy import load_self
 
+logger = logging.getLogger(__name__)
+_USUAL = 48_000  # tokens of a reduced vocabulary: 2 % to 8 % of the tokens of English, code and JSON are other ones
 _MAX_RENAMED = 0.05  # share of tokens that fine-tuning may have renamed or added
 
 
@@ -37,6 +44,7 @@ def load_draft_model(
     tokenizer: Any,
     quantization: str | None,
     offload: OffloadConfig | None = None,
+    token_map: int | str | Path = TOKEN_MAP_AUTO,
 ) -> DraftModel:
     """Load the model in a folder on the target's device; with a token map its head computes only those tokens' logits.
 
@@ -47,11 +55,15 @@ def load_draft_model(
         quantization: The quantization of its linear layers. On CPUs None means "drafter_quantization" in its
             config.json, if that is set.
         offload: Settings of a streamed target, or None for no streaming.
+        token_map: The tokens that it proposes, see `token_map.parse_token_map`.
 
     Raises:
         ModelError: The model cannot be used.
     """
+    choice = parse_token_map(token_map)
     if name in SELF_DRAFTERS:
+        if choice not in (TOKEN_MAP_AUTO, TOKEN_MAP_FULL):
+            logger.warning("drafter_token_map has no effect on %s, which is the target itself", name)
         loaded = load_self(name, target, offload or OffloadConfig())
         return DraftModel(loaded, SharedVocabulary(target.vocab_size, target.vocab_size, None))
     if quantization is None and target.device.type == "cpu" and folder != target.folder:
@@ -62,21 +74,77 @@ def load_draft_model(
         loaded = load_head(folder, target, quantization)
         assert isinstance(loaded.model, FeatureHead)
         kind = NextTokens if loaded.model.reads_pairs else SharedVocabulary
-        return DraftModel(loaded, kind(target.vocab_size, target.vocab_size, loaded.token_map))
+        reduced = _reduced_of_head(name, loaded, tokenizer, choice)
+        return DraftModel(loaded, kind(target.vocab_size, target.vocab_size, loaded.token_map, reduced))
     try:
         config = load_config(folder)
         vocab_size = min(target.vocab_size, config.get_text_config().vocab_size)
-        token_map = read_token_map(folder, vocab_size)
+        ids, reduced = _proposed(folder, vocab_size, target, tokenizer, choice)
         loaded = load_model(
-            folder, target.dtype, target.device, quantization, token_map=token_map, kv_dtype=target.kv_dtype,
+            folder, target.dtype, target.device, quantization, token_map=ids, kv_dtype=target.kv_dtype,
             max_model_len=target.max_position,
         )  # fmt: skip
     except ModelError as error:
         raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
     vocabulary = find_vocabulary(
-        name, tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size, loaded.token_map
+        name, tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size, loaded.token_map, reduced
     )
+    if isinstance(choice, int) and vocabulary.reduced is not None and not isinstance(loaded.model, FusedDecoder):
+        logger.warning("drafter_token_map has no effect on %s, whose layers are not fused", name)
     return DraftModel(loaded, vocabulary)
+
+
+def _proposed(
+    folder: Path, vocab_size: int, target: LoadedModel, tokenizer: Any, choice: int | str | Path
+) -> tuple[Tensor | None, ReducedVocabulary | None]:
+    """Return the only tokens that a small model's head is to have, or None, and those proposed as a rule, or None.
+
+    On CPUs a reduced head is a part of the whole one, which stays for texts of other tokens.
+    """
+    if choice == TOKEN_MAP_FULL:
+        return None, None
+    if isinstance(choice, Path):
+        return read_token_ids(choice, vocab_size), None
+    trained = read_token_map(folder, vocab_size) if choice == TOKEN_MAP_AUTO else None
+    if trained is not None:
+        return trained, None
+    reduced = _reduced(tokenizer, vocab_size, choice)
+    if target.device.type == "cpu" or reduced is None:
+        return None, reduced
+    return None if choice == TOKEN_MAP_AUTO else reduced.ids, None
+
+
+def _reduced(tokenizer: Any, vocab_size: int, choice: int | str | Path) -> ReducedVocabulary | None:
+    """Return the first tokens in the order of merges; "auto" reduces only vocabularies of at least twice as many."""
+    if choice == TOKEN_MAP_AUTO:
+        return ReducedVocabulary.from_tokenizer(tokenizer, vocab_size, _USUAL) if vocab_size >= 2 * _USUAL else None
+    reduced = ReducedVocabulary.from_tokenizer(tokenizer, vocab_size, int(str(choice)))
+    if reduced is None:
+        raise ModelError(
+            f"drafter_token_map: the tokenizer has no merges, or no more than {choice} tokens; give a file of ids, or "
+            "leave it out"
+        )
+    return reduced
+
+
+def _reduced_of_head(
+    name: str, loaded: LoadedModel, tokenizer: Any, choice: int | str | Path
+) -> ReducedVocabulary | None:
+    """Return the tokens that a head on the target's hidden states proposes as a rule, or None for all it knows.
+
+    Raises:
+        ModelError: They are in a file, which only small models take.
+    """
+    if isinstance(choice, Path):
+        raise ModelError(
+            f"drafter_token_map: {name} is a head, whose own file says which tokens it knows; give a number of tokens, "
+            "or leave it out"
+        )
+    if loaded.token_map is None and loaded.device.type == "cpu" and choice != TOKEN_MAP_FULL:
+        return _reduced(tokenizer, loaded.vocab_size, choice)
+    if isinstance(choice, int):
+        logger.warning("drafter_token_map has no effect on %s, which is a head", name)
+    return None
 
 
 def reads_target(name: str, folder: Path) -> bool:

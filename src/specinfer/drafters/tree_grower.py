@@ -83,15 +83,18 @@ class NativeGrower:
         self._runner, self._cache, self._vocabulary = runner, cache, vocabulary
         self._draft_sampling, self._calibration, self._name = draft_sampling, calibration, name
         self._model: nn.Module | None = None  # that the call is of
-        self._call: DraftCall | None = None
+        self._calls: tuple[DraftCall, DraftCall] | None = None  # of all tokens, and of those proposed as a rule
 
     def draft(self, wanted: Sequence[Wanted]) -> list[GrownTree] | None:
         cache, known = self._runner.cache, self._cache.known
-        call = self._ready_call(
+        calls = self._ready_calls(
             max(len(known[request.request_id].ids) + budget.max_depth for request, budget in wanted)
         )
-        if call is None:
+        if calls is None:
             return None
+        # All trees of a call have the same head.
+        reduced = self._vocabulary.reduced
+        call = calls[reduced is not None and all(reduced.suits(request.token_ids) for request, _ in wanted)]
         num_new = [self._num_new(request) for request, _ in wanted]
         if cache.num_available < sum(num_new) + sum(budget.max_nodes for _, budget in wanted):
             return None
@@ -135,21 +138,28 @@ class NativeGrower:
         sampling = sampling_of(self._draft_sampling, request)
         return not request.params.is_greedy and sampling == "without-replacement"
 
-    def _ready_call(self, positions: int) -> DraftCall | None:
-        """Return the call for the model as it is now, with tables for this many positions, or None if there is none."""
+    def _ready_calls(self, positions: int) -> tuple[DraftCall, DraftCall] | None:
+        """Return the calls for the model as it is now, with tables for this many positions, or None if there is none.
+
+        The first is for all tokens, the second for those of the reduced vocabulary.
+        """
         model, tensors = self._runner.loaded.model, self._runner.tensors
-        if self._call is None or self._model is not model or positions > self._call.parts.layers.num_positions:
+        if self._calls is None or self._model is not model or positions > self._calls[0].parts.layers.num_positions:
             parts = None
             if isinstance(model, FusedDecoder | FeatureHead) and self._runner.graphs is None:
                 parts = model.parts(tensors, positions)
-            self._model, self._call = model, None if parts is None else self._made(parts)
-        return self._call
+            self._model, self._calls = model, None if parts is None else self._made(parts)
+        return self._calls
 
-    def _made(self, parts: DecoderParts) -> DraftCall:
-        token_map = self._vocabulary.token_map
+    def _made(self, parts: DecoderParts) -> tuple[DraftCall, DraftCall]:
+        token_map, reduced = self._vocabulary.token_map, self._vocabulary.reduced
         outputs = parts.head.outputs
         columns = min(outputs, self._vocabulary.compact(torch.empty(0, outputs)).shape[1])
-        return DraftCall(parts, _RULES, None if token_map is None else token_map.ids, columns)
+        whole = DraftCall(parts, _RULES, None if token_map is None else token_map.ids, columns)
+        if reduced is None or parts.head.following is not None:
+            return whole, whole
+        small = parts._replace(head=parts.head.part(reduced.runs))
+        return whole, DraftCall(small, _RULES, reduced.ids, small.head.outputs)
 
     def _tree(self, wanted: Wanted, num_new: int, alive: list[object]) -> DraftTree:
         """Return a tree to grow; `alive` gets the arrays whose addresses it has."""

@@ -108,7 +108,13 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
 
 
 def read_token_map(folder: Path, vocab_size: int) -> Tensor | None:
-    """Return the [map] int64 token ids in a drafter's `token_map.json`, or None if it has none.
+    """Return the [map] int64 token ids in a drafter's `token_map.json`, or None if it has none; as `read_token_ids`."""
+    file = folder / TOKEN_MAP
+    return read_token_ids(file, vocab_size) if file.is_file() else None
+
+
+def read_token_ids(file: Path, vocab_size: int) -> Tensor:
+    """Return the [map] int64 token ids in a JSON file, the only ones that a drafter proposes.
 
     Most tokens of a large vocabulary are hardly ever generated, and their rows of the head take most of a small
     drafter's time (frequency-ranked vocabulary compression: FR-Spec, arXiv 2502.14856).
@@ -116,12 +122,9 @@ def read_token_map(folder: Path, vocab_size: int) -> Tensor | None:
     Raises:
         ModelError: The file cannot be used; the message gives the reason.
     """
-    file = folder / TOKEN_MAP
-    if not file.is_file():
-        return None
     try:
         ids = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model: {file} is damaged; fetch the model again") from error
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise ModelError(f"model: {file} is not a list of token ids; write such a list, or remove the file")

@@ -110,7 +110,9 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         tokenizer = load_tokenizer(target.folder) if args.tokenizer is None else find_tokenizer(args.tokenizer, target)
         remote = {} if ranks is None else _remote_models(ranks, plan.placement)
         small = {
-            name: load_draft_model(name, path, target, tokenizer, args.drafter_quantization, settings.offload)
+            name: load_draft_model(
+                name, path, target, tokenizer, args.drafter_quantization, settings.offload, args.drafter_token_map
+            )
             for name, path in drafters.items()
             if path is not None and name not in remote
         }

@@ -10,6 +10,7 @@ from specinfer.core.errors import ModelError
 from specinfer.core.lookups import LOOKUPS, is_model, is_self, reserved_names
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.rules import AUTO
+from specinfer.core.token_map import TOKEN_MAP_AUTO, TOKEN_MAP_FULL
 from specinfer.core.tree_shape import TreeShape
 from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN
@@ -35,7 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_drafters(
-    config: SpeculativeConfig, names: Sequence[str], drafter_quantization: str | None, *, adapts: bool
+    config: SpeculativeConfig,
+    names: Sequence[str],
+    drafter_quantization: str | None,
+    drafter_token_map: int | str | Path,
+    *,
+    adapts: bool,
 ) -> None:
     """Check that these drafters support the settings.
 
@@ -43,8 +49,13 @@ def check_drafters(
         ValueError: They do not; the message names the field.
     """
     num_models = len(set(names) - set(LOOKUPS))
-    if not config.shape.is_off and drafter_quantization is not None and not num_models:
-        raise ValueError("drafter_quantization: no drafter is a model; leave it out, or name one in drafters")
+    of_models = {
+        "drafter_quantization": drafter_quantization is not None,
+        "drafter_token_map": drafter_token_map not in (TOKEN_MAP_AUTO, TOKEN_MAP_FULL),
+    }
+    for name, is_given in of_models.items():
+        if not config.shape.is_off and is_given and not num_models:
+            raise ValueError(f"{name}: no drafter is a model; leave it out, or name one in drafters")
     if not config.shape.is_off and config.max_asked is not None and num_models < 2:
         raise ValueError(
             f"select: {config.select} chooses among drafters that are models, and there are fewer than two; name "

@@ -64,7 +64,7 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
             is_whole=is_whole,
         )  # fmt: skip
         names, choice = chosen.names, str(chosen)
-    check_drafters(speculative, names, args.drafter_quantization, adapts=args.adapt_drafters)
+    check_drafters(speculative, names, args.drafter_quantization, args.drafter_token_map, adapts=args.adapt_drafters)
     settings = TargetConfig(
         str(folder), args.dtype, args.device, args.quantization, args.offload_config, _limits(args, folder, device),
         tuple(name for name in names if name in SELF_DRAFTERS),
@@ -78,7 +78,8 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
     small = {name: path for name, path in models.items() if not reads_target(name, path)}  # heads stay with the engine
     chooses = speculative.max_asked is not None or speculative.verification == AUTO  # drafters, or the rule, by request
     placement = place_drafters(
-        small, parallel, args.drafter_quantization, keeps_prefixes=args.enable_prefix_caching,
+        small, parallel, args.drafter_quantization, str(args.drafter_token_map),
+        keeps_prefixes=args.enable_prefix_caching,
         must_be_here=args.adapt_drafters or chooses or args.tokenizer is not None,
     )  # fmt: skip
     return ModelPlan(settings, parallel, {name: models.get(name) for name in names}, placement, choice)

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from quantized_files import save_quantized
 from specinfer import LLM, SamplingParams
@@ -18,6 +21,7 @@ from specinfer.drafters import MergedDrafter, NGramDrafter, SmallModelDrafter
 from specinfer.drafters.loading import DraftModel, load_draft_model
 from specinfer.drafters.merge.scoring import Scoring
 from specinfer.drafters.remote.placement import DrafterPlacement, PlacedDrafter
+from specinfer.drafters.vocabulary.token_map import ReducedVocabulary
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.learning.adapt.hits import hits_in, served_hits
@@ -270,6 +274,61 @@ def test_a_map_that_cannot_be_used_is_refused_by_name(
     folder = model_folder("llama", tokenizer=True, eos_token_id=EOS)
     with pytest.raises(ModelError, match=rf"^drafters: .*{message}"):
         LLM(folder, drafters=[str(mapped(ids))], device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("some", "'some' is no file; give auto, full, a number of tokens or a JSON list of ids"),
+        (3, "must be from 1024 to 10000000, not 3"),
+        ("99999999", "must be from 1024 to 10000000, not 99999999"),
+        (True, "must be a whole number, not True"),
+        (2.5, r"must be a name or a path, not 2\.5"),
+        (2048, "the tokenizer has no merges, or no more than 2048 tokens; give a file of ids, or leave it out"),
+    ],
+)
+def test_a_choice_of_tokens_that_cannot_be_used_is_refused_by_name(
+    value: Any, message: str, model_folder: Callable[..., Path]
+) -> None:
+    folder = model_folder("llama", tokenizer=True, eos_token_id=EOS)
+    with pytest.raises((ValueError, ModelError), match=rf"drafter_token_map:? .*{message}"):
+        LLM(folder, drafters=[str(folder)], drafter_token_map=value, device="cpu")
+    with pytest.raises(ValueError, match="drafter_token_map: no drafter is a model"):
+        LLM(folder, drafters=["ngram"], drafter_token_map=2048, device="cpu")
+
+
+def test_tokens_of_a_file_are_the_only_ones_that_are_proposed(
+    model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = model_folder("llama", tokenizer=True, eos_token_id=EOS)
+    (tmp_path / "ids.json").write_text(json.dumps(IDS))
+    target = load_model(folder, "auto", CPU)
+    drafter = load_draft_model("small", folder, target, make_tokenizer(), None, token_map=str(tmp_path / "ids.json"))
+    assert drafter.loaded.num_logits == len(IDS)
+    (tmp_path / "ids.json").write_text("[[" * 10**5)
+    with pytest.raises(ModelError, match=r"drafters: .*ids\.json is damaged"):
+        load_draft_model("small", folder, target, make_tokenizer(), None, token_map=tmp_path / "ids.json")
+
+
+def test_the_whole_head_is_used_on_request(mapped: Callable[..., Path], model_folder: Callable[..., Path]) -> None:
+    target = load_model(model_folder("llama", tokenizer=True, eos_token_id=EOS), "auto", CPU)
+    drafter = load_draft_model("small", mapped(), target, make_tokenizer(), None, token_map="full")
+    assert (drafter.loaded.num_logits, drafter.vocabulary.reduced) == (VOCAB, None)
+
+
+def test_the_first_tokens_are_those_of_the_first_merges_with_special_ones_and_single_characters() -> None:
+    vocab = {chr(0x4E00 + i): i for i in range(4000)} | {"a": 3111, "<|end|>": 4000}
+    vocab.pop(chr(0x4E00 + 3111))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab, [])), eos_token="<|end|>")
+    reduced = ReducedVocabulary.from_tokenizer(tokenizer, 4010, 1030)
+    assert reduced is not None
+    assert reduced.runs == (range(1056), range(3104, 3136), range(4000, 4010))
+    assert reduced.ids.tolist() == [i for run in reduced.runs for i in run]
+    assert reduced.suits([5, 3111, 4000] * 20)
+    assert reduced.suits([2000] * 30 + [5] * 28 + [2000] * 4)
+    assert not reduced.suits([2000] * 5)
+    assert ReducedVocabulary.from_tokenizer(tokenizer, 1030, 1030) is None
+    assert ReducedVocabulary.from_tokenizer(None, 4010, 1030) is None
 
 
 def test_a_map_of_another_tokenizer_is_refused(mapped: Callable[..., Path], model_folder: Callable[..., Path]) -> None:

@@ -18,6 +18,7 @@ from specinfer.core.grammar.state import Grammar
 from specinfer.core.request import Request, Span
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.thought import Decode
+from specinfer.core.token_map import TOKEN_MAP_AUTO
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.growth.calibration import Calibration, source_of
 from specinfer.drafters.loading import DraftModel, load_draft_model
@@ -111,15 +112,28 @@ class Host:
         placed: The drafters by the numbers used in messages.
     """
 
-    def __init__(self, placed: Mapping[int, PlacedDrafter], quantization: str | None, *, keeps_prefixes: bool) -> None:
+    def __init__(
+        self,
+        placed: Mapping[int, PlacedDrafter],
+        quantization: str | None,
+        *,
+        keeps_prefixes: bool,
+        token_map: str = TOKEN_MAP_AUTO,
+    ) -> None:
         self._placed, self._quantization, self._keeps_prefixes = placed, quantization, keeps_prefixes
+        self._token_map = token_map
         self._models: dict[int, DraftModel] = {}
 
     def load(self, target: LoadedModel) -> Sequence[LoadedModel]:
         self._target, self._tokenizer = target, load_tokenizer(target.folder)
         for number, placed in self._placed.items():
             self._models[number] = load_draft_model(
-                placed.name, Path(placed.folder), target, self._tokenizer, self._quantization
+                placed.name,
+                Path(placed.folder),
+                target,
+                self._tokenizer,
+                self._quantization,
+                token_map=self._token_map,
             )
         return [model.loaded for model in self._models.values()]
 

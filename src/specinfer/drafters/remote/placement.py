@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.core.parallel_config import ParallelConfig, find_place
+from specinfer.core.token_map import TOKEN_MAP_AUTO
 from specinfer.model.target import digest
 
 
@@ -26,12 +27,14 @@ class DrafterPlacement:
 
     Attributes:
         quantization: The quantization of all drafters.
+        token_map: The tokens that all of them propose, see `token_map.parse_token_map`.
         keeps_prefixes: True if their caches keep prefixes.
     """
 
     placed: tuple[PlacedDrafter, ...] = ()
     quantization: str | None = None
     keeps_prefixes: bool = True
+    token_map: str = TOKEN_MAP_AUTO
 
     def of(self, rank: int) -> dict[int, PlacedDrafter]:
         """Return the drafters of one rank, by number."""
@@ -42,7 +45,8 @@ class DrafterPlacement:
         if not self.placed:
             return {}
         places = [f"{digest(Path(placed.folder))} on rank {placed.rank}" for placed in self.placed]
-        return {"drafters": ", ".join(places), "drafter_quantization": str(self.quantization)}
+        options = {"drafter_quantization": str(self.quantization), "drafter_token_map": self.token_map}
+        return {"drafters": ", ".join(places)} | options
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,6 +60,7 @@ def place_drafters(
     models: Mapping[str, Path],
     parallel: ParallelConfig,
     quantization: str | None,
+    token_map: str = TOKEN_MAP_AUTO,
     *,
     keeps_prefixes: bool,
     must_be_here: bool,
@@ -94,4 +99,4 @@ def place_drafters(
         return DrafterPlacement()
     places = zip(models.items(), itertools.cycle(range(size)))
     placed = [PlacedDrafter(name, str(folder), rank) for (name, folder), rank in places if rank]
-    return DrafterPlacement(tuple(placed), quantization, keeps_prefixes)
+    return DrafterPlacement(tuple(placed), quantization, keeps_prefixes, token_map)

@@ -36,7 +36,11 @@ def start_ranks(parallel: ParallelConfig, settings: TargetConfig, placement: Dra
 def work_at(settings: TargetConfig, parallel: ParallelConfig, placement: DrafterPlacement, place: Place) -> int:
     """Run the rank at this place from beginning to end and return the exit code of its process."""
     placed = placement.of(place.rank)
-    service = Host(placed, placement.quantization, keeps_prefixes=placement.keeps_prefixes) if placed else None
+    service = (
+        Host(placed, placement.quantization, keeps_prefixes=placement.keeps_prefixes, token_map=placement.token_map)
+        if placed
+        else None
+    )
     return work(settings, parallel, place, _wanted(settings, parallel, placement), service)
 
 

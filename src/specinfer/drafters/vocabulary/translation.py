@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specinfer.core.errors import ModelError
 from specinfer.core.request import Request
-from specinfer.drafters.vocabulary.token_map import Known, SharedVocabulary, TokenMap, Vocabulary
+from specinfer.drafters.vocabulary.token_map import Known, ReducedVocabulary, SharedVocabulary, TokenMap, Vocabulary
 from specinfer.drafters.vocabulary.token_text import TokenText
 from specinfer.model.folder import TOKEN_MAP
 
@@ -74,7 +74,7 @@ class TranslatedVocabulary:
             read.
     """
 
-    translates = True
+    translates, reduced = True, None
 
     def __init__(
         self, target_tokenizer: Any, drafter_tokenizer: Any, target_vocab_size: int, drafter_vocab_size: int
@@ -229,11 +229,13 @@ def find_vocabulary(
     target_vocab_size: int,
     drafter_vocab_size: int,
     token_ids: Tensor | None = None,
+    reduced: ReducedVocabulary | None = None,
 ) -> Vocabulary:
     """Return the vocabulary of the drafter of this name; the tokenizers may be None.
 
     Args:
         token_ids: [map] the only tokens that it computes logits of, or None for all.
+        reduced: The tokens that it proposes as a rule if its tokens are the target's, or None for all.
 
     Raises:
         ModelError: The vocabularies have too little in common.
@@ -244,13 +246,13 @@ def find_vocabulary(
                 f"drafters: {name} has a vocabulary of {drafter_vocab_size} tokens, the target of {target_vocab_size}, "
                 "and one of them has no tokenizer; use a drafter with the target's tokenizer"
             )
-        return SharedVocabulary(target_vocab_size, drafter_vocab_size, token_ids)
+        return SharedVocabulary(target_vocab_size, drafter_vocab_size, token_ids, reduced)
     if same_tokenizer(target_tokenizer, drafter_tokenizer):
-        return SharedVocabulary(target_vocab_size, drafter_vocab_size, token_ids)
+        return SharedVocabulary(target_vocab_size, drafter_vocab_size, token_ids, reduced)
     if token_ids is not None:
         raise ModelError(
             f"drafters: {name} has a token map, whose ids are the target's, but another tokenizer than the target; "
-            f"use a drafter with the target's tokenizer, or remove {TOKEN_MAP}"
+            f"use a drafter with the target's tokenizer, or remove {TOKEN_MAP}, or leave drafter_token_map out"
         )
     for owner, tokenizer in (("the target", target_tokenizer), (name, drafter_tokenizer)):
         if getattr(tokenizer, "backend_tokenizer", None) is None:

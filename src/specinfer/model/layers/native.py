@@ -163,7 +163,8 @@ class NativeLayer:
         assert self.attention is not None
         if self._keys_and_values is None:
             queries = self.attention.num_heads * self.attention.head_dim * (2 if self.attention.is_gated else 1)
-            self._keys_and_values = self.call.linears[0].outputs_from(queries)
+            call = self.call.linears[0]
+            self._keys_and_values = call.part([range(queries, call.outputs)])
         self._attend(store, index, table, num_heads=0).rotate(pieces, *table, self._keys_and_values(inputs))
 
     def _attend(self, store: KVStore, index: int, table: Table, num_heads: int | None = None) -> AttentionCall:

@@ -112,11 +112,14 @@ class LinearCall:
             self._structure.next = self.following.address
             self.following._place(first + self.panels.outputs, stride)
 
-    def outputs_from(self, first: int) -> "LinearCall":
-        """Return a call of the outputs from `first` on, with the same weights in memory."""
+    def part(self, runs: Sequence[range]) -> "LinearCall":
+        """Return a call of some outputs, run by run, with the same weights in memory, see `Panels.part`."""
         assert self.following is None
-        dots = bool(self._structure.dots)
-        return LinearCall(self.panels.outputs_from(first), dots=dots, widens=self.widens)
+        dots, following = bool(self._structure.dots), None
+        for run in reversed(runs):
+            following = LinearCall(self.panels.part(run), dots=dots, widens=self.widens, following=following)
+        assert following is not None
+        return following
 
     @property
     def chain(self) -> "list[LinearCall]":

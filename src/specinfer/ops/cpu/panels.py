@@ -101,16 +101,18 @@ class Panels:
             bias = functional.pad(bias.float(), (0, panels * WIDTH - outputs))
         return cls(packed, scales, bias, inputs, outputs, kind)
 
-    def outputs_from(self, first: int) -> "Panels":
-        """Return the outputs from `first` on, where a panel must begin, without copying them."""
-        panel, size = first // WIDTH, self.packed.numel() // -(-self.outputs // WIDTH)
-        assert first % WIDTH == 0
+    def part(self, outputs: range) -> "Panels":
+        """Return some outputs, which begin and end where panels do, without copying them."""
+        assert outputs.start % WIDTH == 0
+        assert outputs.stop % WIDTH == 0 or outputs.stop == self.outputs
+        panels = slice(outputs.start // WIDTH, -(-outputs.stop // WIDTH))
+        size = self.packed.numel() // -(-self.outputs // WIDTH)
         return replace(
             self,
-            packed=self.packed[panel * size :],
-            scales=None if self.scales is None else self.scales[panel:],
-            bias=None if self.bias is None else self.bias[first:],
-            outputs=self.outputs - first,
+            packed=self.packed[panels.start * size : panels.stop * size],
+            scales=None if self.scales is None else self.scales[panels],
+            bias=None if self.bias is None else self.bias[panels.start * WIDTH : panels.stop * WIDTH],
+            outputs=len(outputs),
         )
 
     def unpack(self) -> Tensor:
