@@ -142,6 +142,7 @@ class EngineArgs:
     verification: str = setting_of(SpeculativeConfig, "verification")
     draft_sampling: str = setting_of(SpeculativeConfig, "draft_sampling")
     select: str = setting_of(SpeculativeConfig, "select")
+    drafter_window: str = setting_of(SpeculativeConfig, "drafter_window")
     speculation_policy: str | Path | None = setting_of(SpeculativeConfig, "speculation_policy")
     step_log: str | Path | None = setting(
         None,

@@ -163,6 +163,18 @@ def test_choices_that_are_not_understood(select: Any) -> None:
         SpeculativeConfig(select=select)
 
 
+def test_what_draft_models_read_of_long_prompts() -> None:
+    windows = {window: SpeculativeConfig(drafter_window=window) for window in ("auto", "all", "64", "02048")}
+    assert [config.window(on_cpu=True) for config in windows.values()] == [USUAL_WINDOW, None, 64, 2048]
+    assert [config.window(on_cpu=False) for config in windows.values()] == [None, None, 64, 2048]
+
+
+@pytest.mark.parametrize("window", ["", "none", "63", "-64", "1e3", "²", "64.0", None, 1024], ids=repr)
+def test_windows_that_are_not_understood(window: Any) -> None:
+    with pytest.raises(ValueError, match=r'^drafter_window: .* is not understood; use "all", "auto", or a number'):
+        SpeculativeConfig(drafter_window=window)
+
+
 @pytest.mark.parametrize("given", [{"memory_budget": "4GiB"}, {"offload_folder": "packed"}])
 def test_a_budget_or_folder_without_offloading_is_refused(given: dict[str, str]) -> None:
     assert OffloadConfig().offload is None

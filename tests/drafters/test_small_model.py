@@ -8,6 +8,7 @@ import torch
 
 import reference
 from drafting import draft_expansion, span_of
+from specinfer.core.noise import gumbel
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
@@ -15,9 +16,10 @@ from specinfer.drafters import (
     SmallModelDrafter,
 )
 from specinfer.drafters.drafter_cache import DrafterCache
+from specinfer.drafters.sparse_context import skipped_tokens
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
-from tiny import VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, resized, run
+from tiny import VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, requests_of, resized, run
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -108,6 +110,87 @@ def test_small_model_computes_only_the_last_token_of_a_cached_prompt(
         draft_expansion(drafter, make_request(name, range(1, 21)), 1)
         drafter.forget(name)
     assert sizes == [20, 1]
+
+
+def _as_read(request: Request, skipped: range) -> Request:
+    """Return a request whose text is what a drafter with a window reads."""
+    kept = [token for place, token in enumerate(request.token_ids) if place not in skipped]
+    return make_request(request.request_id, kept, request.params, request.seed)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_small_model_with_a_window_reads_the_ends_of_a_long_prompt(
+    family: str, chunk: int, runner_of: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drafts as for the shorter text, also after any output, and short prompts are read whole."""
+    monkeypatch.setattr("specinfer.drafters.drafter_cache.MAX_CHUNK", chunk)
+    drafter, model = SmallModelDrafter(runner_of(family), VOCAB, window=16), make_model(family)
+    params, widths = SamplingParams(temperature=0.0, max_tokens=99), (2, 1)
+    prompts = random_prompts([70, 20, 41])
+    requests = [make_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    cuts = [skipped_tokens(len(prompt), 16) for prompt in prompts]
+    assert list(map(len, cuts)) == [32, 0, 8]
+    for step in range(6):
+        trees = drafter.draft([span_of(r) for r in requests], [TreeBudget.expansion(widths)] * 3)
+        for request, tree, cut in zip(requests, trees, cuts, strict=True):
+            assert set(paths_of(tree)) == _expected(model, _as_read(request, cut), widths), step
+            leaf = step % len(tree)
+            for token in (*tree.path_tokens(leaf), 5 + step):
+                request.append(token, None)
+            if step != 3:  # as when its tree was discarded
+                drafter.observe(request, tree, Acceptance(tree.path(leaf), 5 + step))
+    for request in requests:
+        drafter.forget(request.request_id)
+    assert drafter.runner.cache.is_balanced()
+
+
+def test_the_next_turn_computes_only_what_the_window_has_not_seen(runner_of: Callable[..., ModelRunner]) -> None:
+    runner = resized(runner_of("llama"), 300, keeps_prefixes=True)
+    drafter, model = SmallModelDrafter(runner, VOCAB, window=32), make_model("llama")
+    text, slots = random_prompts([140])[0], dict[int, int]()
+    for length in (100, 111, 120, 140):  # the window begins at 64, 64, 80 and 96
+        request = make_request(str(length), text[:length])
+        cached = runner.cache.num_cached
+        tree = draft_expansion(drafter, request, 2)
+        cut = skipped_tokens(length, 32)
+        assert set(paths_of(tree)) == _expected(model, _as_read(request, cut), (2,))
+        drafter.forget(str(length))
+        slots[length] = runner.cache.num_cached - cached
+    assert slots == {100: 16 + 36, 111: 11, 120: 40, 140: 44}, "the first tokens are always cached"
+
+
+def test_sampled_requests_share_the_noise_of_places_in_the_whole_text(runner_of: Callable[..., ModelRunner]) -> None:
+    """A copy that reads all of what the target's text depends on guesses right, though it has skipped tokens."""
+    request = make_request("0", random_prompts([70])[0], PARAMS["sampled"], seed=4)
+    skipped, trees = skipped_tokens(70, 16), []
+    for grows_at_once in (True, False):
+        drafter = SmallModelDrafter(runner_of("llama"), VOCAB, window=16)
+        if not grows_at_once:
+            drafter._loop = None
+        trees.append(set(paths_of(draft_expansion(drafter, request, 3, 2))))
+        drafter.forget("0")
+    kept = [token for place, token in enumerate(request.token_ids) if place not in skipped]
+    logits = reference.last_logits(make_model("llama"), kept)
+    row = logits / request.params.temperature + gumbel(torch.tensor([4]), torch.tensor([70]), torch.arange(VOCAB))[0]
+    assert {path for path in trees[0] if len(path) == 1} == {(token,) for token in row.topk(3).indices.tolist()}
+    assert trees[0] == trees[1]
+
+
+@pytest.mark.parametrize("params", [PARAMS["greedy"], PARAMS["sampled"]], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("num_slots", [400, 60])
+def test_a_window_changes_no_text(num_slots: int, params: Any, runner_of: Callable[..., ModelRunner]) -> None:
+    """In a batch whose prompts are read in chunks, and where the drafter lacks slots for all requests."""
+    fields = {name: getattr(params, name) for name in params.__slots__} | {"max_tokens": 20}
+    requests = requests_of(random_prompts([70, 20, 90]), [SamplingParams(**fields)] * 3)
+    texts = []
+    for is_drafting in (False, True):
+        target = resized(runner_of("llama"), 400)
+        drafter = SmallModelDrafter(resized(runner_of("mistral"), num_slots), VOCAB, window=16) if is_drafting else None
+        made = requests()
+        texts.append(run(make_engine(target, drafter, (2, 1) if drafter else (), max_num_batched_tokens=32), made))
+    assert texts[0] == texts[1]
+    assert sum(request.speculation.num_draft_tokens for request in made) > 0
 
 
 def test_small_model_without_free_slots_drafts_less(runner_of: Callable[..., ModelRunner]) -> None:

@@ -14,7 +14,7 @@ from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.drafters import sparse_context
 from specinfer.drafters.self_drafter import SelfDrafter
-from specinfer.drafters.sparse_context import kept_places, kept_slots
+from specinfer.drafters.sparse_context import kept_places, kept_slots, num_to_read, skipped_tokens
 from tiny import make_model, random_prompts, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -42,6 +42,26 @@ def test_the_first_and_last_tokens_and_pages_between_them_are_kept(num_known: in
         assert [len(run) for run in runs[1:-1]] == [16] * (num_kept // 64)
         starts = np.diff([run[0] for run in runs[1:-1]])
         assert np.ptp(starts) <= 1, "even distances"
+
+
+def test_a_small_model_reads_the_first_tokens_and_a_window_that_moves_in_steps() -> None:
+    assert not skipped_tokens(100_000, None)
+    assert not skipped_tokens(1023, 512)
+    begins = set()
+    for num_known in range(1024, 4096):
+        skipped = skipped_tokens(num_known, 512)
+        assert skipped.start == 16
+        assert 512 <= num_known - skipped.stop < 512 + 256
+        begins.add(skipped.stop)
+    assert sorted(begins) == [*range(512, 4096 - 512, 256)], "the next turn mostly begins as the last one did"
+
+
+def test_what_is_read_anew_in_the_next_turn_is_known_before() -> None:
+    assert num_to_read(6000, 0, None) == 6000
+    assert num_to_read(6000, 0, 1024) == 16 + 6000 - 4608
+    assert num_to_read(6100, 6000, 1024) == 100, "the window begins at the same token"
+    assert num_to_read(6200, 6000, 1024) == 16 + 6200 - 5120, "it has moved"
+    assert num_to_read(6200, 6000, None) == 200
 
 
 def test_short_contexts_are_kept_whole() -> None:

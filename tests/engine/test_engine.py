@@ -128,6 +128,22 @@ def test_requests_that_arrive_while_trees_are_drafted_get_what_they_would_alone(
     assert not _left(engine)
 
 
+@pytest.mark.parametrize(("length", "waits"), [(26, True), (40, False)])
+def test_a_first_token_does_not_wait_until_the_drafter_has_read_a_long_prompt(
+    length: int, waits: bool, runner_of: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specinfer.engine.host_executor.MAX_CHUNK", 30)
+    engine = _engine(runner_of)
+    request = make_request("0", random_prompts([length])[0], GREEDY)
+    engine.add(request)
+    engine.step()
+    assert request.num_output > 0
+    assert (engine.metrics.recent[-1].num_read > 0) is waits
+    engine.step()
+    assert request.drafting.is_read
+    assert (engine.metrics.recent[-1].num_read > 0) is not waits
+
+
 def test_a_step_returns_the_requests_that_got_tokens(runner_of: Runners) -> None:
     engine = _engine(runner_of, max_num_batched_tokens=20)
     short, long = make_request("s", PROMPTS[0], GREEDY), make_request("l", PROMPTS[3], GREEDY)

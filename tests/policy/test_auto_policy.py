@@ -141,7 +141,7 @@ def test_a_drafter_that_is_always_wrong_is_not_used() -> None:
 
 def test_a_drafter_reads_a_long_prompt_only_if_that_saves_time() -> None:
     policy = AutoPolicy(make_costs(read_token=0.1))
-    few, many = make_span(max_tokens=4, length=1000), make_span(max_tokens=800, length=1000)
+    few, many = make_span(max_tokens=4, length=1000), make_span(num_output=800, max_tokens=1600, length=200)
     assert policy.budgets([few]) == [OFF]
     assert policy.budgets([many]) != [OFF]
     assert [budget == OFF for budget in policy.budgets([few, many])] == [True, False]

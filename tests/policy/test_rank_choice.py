@@ -40,6 +40,24 @@ def test_reading_a_prompt_is_paid_by_the_time_that_one_request_saves_the_batch(n
         assert optimizer.pays_to_read(span.request, num_requests) is pays
 
 
+@pytest.mark.parametrize("window", [None, 512])
+def test_reading_a_long_prompt_is_put_off_until_the_output_is_long_enough_to_repay_it(window: int | None) -> None:
+    """It is taken to go on for as many tokens as it has; how many it may have counts only where that is less."""
+    costs = make_costs(read_token=0.1)
+    costs.window = window
+    optimizer = _optimizer(costs)
+    optimizer.choose(1)
+    rates = optimizer.rates(1)
+    saved = 1 / rates[0] - 1 / rates.max()
+    num_read = 16 + 6000 - 5376 if window else 6000
+    pays = [
+        optimizer.pays_to_read(make_span(num_output, 10_000, 6000 - num_output).request, 1)
+        for num_output in (1, int(0.95 * 0.1 * num_read / saved), int(1.05 * 0.1 * num_read / saved))
+    ]
+    assert pays == ([True, True, True] if window else [False, False, True])
+    assert not optimizer.pays_to_read(make_span(length=6000, max_tokens=10).request, 1)
+
+
 def test_beside_prompts_trees_pay_only_where_rows_cost_less_than_their_tokens_later() -> None:
     """Passes over up to 32 rows take as long; beyond them each row takes its share."""
     optimizer = _optimizer(bent_costs(32))

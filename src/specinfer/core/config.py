@@ -25,6 +25,7 @@ KV_CACHE_DTYPES = {
 QUANTIZATIONS = ("int8", "int4", "fp8")
 MODEL, SPECULATION = "Model", "Speculation"  # sections of the help
 _MAX_NGRAM = 64  # each length takes memory for every token
+USUAL_WINDOW, _LEAST_WINDOW = 1024, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,13 @@ class SpeculativeConfig:
         SPECULATION,
         "Draft models to use for each request: all, or hedge:N for the N (default 2) that predict its text best.",
     )
+    drafter_window: str = setting(
+        "auto",
+        SPECULATION,
+        "Last tokens of a long prompt that a draft model reads, beside the first ones: a number, all, or auto, which "
+        f"is {USUAL_WINDOW} on CPUs and all on GPUs.",
+        metavar="TOKENS",
+    )
     speculation_policy: str | None = setting(
         None,
         SPECULATION,
@@ -206,6 +214,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         parse_select(self.select)
+        parse_window(self.drafter_window)
         if self.prompt_lookup_min > self.prompt_lookup_max:  # one of them may be the default
             raise ValueError(
                 f"prompt_lookup_min, prompt_lookup_max: the shortest n-gram ({self.prompt_lookup_min}) is longer than "
@@ -238,6 +247,29 @@ class SpeculativeConfig:
     def max_asked(self) -> int | None:
         """Maximum number of model drafters for one request in one step, or None for no limit."""
         return parse_select(self.select)
+
+    def window(self, *, on_cpu: bool) -> int | None:
+        """Return the last tokens of a long prompt that a draft model reads at least, or None for all."""
+        if self.drafter_window == AUTO:
+            return USUAL_WINDOW if on_cpu else None
+        return parse_window(self.drafter_window)
+
+
+def parse_window(window: str) -> int | None:
+    """Return the tokens that `drafter_window` names, or None for "all" and "auto".
+
+    Raises:
+        ValueError: The option has none of the forms.
+    """
+    if window in ("all", AUTO):
+        return None
+    is_number = isinstance(window, str) and window.isascii() and window.isdecimal()
+    if not is_number or parse_count(window) < _LEAST_WINDOW:
+        raise ValueError(
+            f'drafter_window: {window!r:.60} is not understood; use "all", "auto", or a number of tokens of at least '
+            f"{_LEAST_WINDOW}"
+        )
+    return parse_count(window)
 
 
 HEDGE = "hedge"

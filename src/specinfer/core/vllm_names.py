@@ -152,7 +152,7 @@ def engine_arguments(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _SAME = (
-    *("tree", "verification", "draft_sampling", "select", "speculation_policy"),
+    *("tree", "verification", "draft_sampling", "select", "drafter_window", "speculation_policy"),
     *("prompt_lookup_max", "prompt_lookup_min"),
 )
 

@@ -52,6 +52,7 @@ def make_drafter(
     max_asked: int | None = None,
     costs: Sequence[float] | None = None,
     ngram_sizes: tuple[int, int] | None = None,
+    windows: Sequence[int | None] | None = None,
 ) -> MergedDrafter | None:
     """Return the drafter for a list of names of lookups and small models, or None for an empty list.
 
@@ -65,6 +66,7 @@ def make_drafter(
             do. None for all of them. If it is set, all models are on this rank.
         costs: The cost of one pass of each drafter, in the order of `kinds`, as a fraction of a target pass. The choice
             of drafters uses it.
+        windows: The window of each drafter, in the order of `kinds`, which only small models with a cache have.
         ngram_sizes: Lengths of the shortest and the longest n-gram of "ngram", or None for its own.
     """
     if not kinds:
@@ -84,8 +86,11 @@ def make_drafter(
             continue
         vocabulary = vocabularies[i] if vocabularies else None
         drafter_class = _drafter_class(kind)
+        window = windows[i] if windows and drafter_class is SmallModelDrafter else None
         drafters.append(
-            drafter_class(kind, vocab_size, name, draft_sampling, calibration, vocabulary, is_scored=is_chosen)
+            drafter_class(
+                kind, vocab_size, name, draft_sampling, calibration, vocabulary, is_scored=is_chosen, window=window
+            )
         )
     selection = None
     if max_asked is not None and is_chosen:

@@ -9,6 +9,7 @@ from torch import Tensor
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.merge.scoring import MAX_SCORED, Scoring
+from specinfer.drafters.sparse_context import skipped_tokens
 from specinfer.drafters.vocabulary.token_map import Known, Vocabulary
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import KVCache, OutOfSlotsError, Slots
@@ -20,8 +21,12 @@ MAX_CHUNK = 512  # the largest number of known tokens of a request that are read
 class DrafterCache:
     """Keys and values of a prefix of each request's known tokens, and the passes that bring it up to date.
 
+    With a window the known tokens of a long context are a shorter text: its first tokens, and from those that the
+    request began with the last ones. All else here, prefixes of other requests included, is about this text.
+
     Args:
         scoring: The record of how well the drafter does, or None for no record.
+        window: As in `DraftKind`.
 
     Attributes:
         first_nodes: Nodes that are computed as drafts before those below the root: none, as the root is known.
@@ -29,9 +34,12 @@ class DrafterCache:
 
     first_nodes: tuple[int, ...] = ()
 
-    def __init__(self, runner: ModelRunner, vocabulary: Vocabulary, scoring: Scoring | None) -> None:
-        self._runner, self._vocabulary, self._scoring = runner, vocabulary, scoring
+    def __init__(
+        self, runner: ModelRunner, vocabulary: Vocabulary, scoring: Scoring | None, window: int | None = None
+    ) -> None:
+        self._runner, self._vocabulary, self._scoring, self._window = runner, vocabulary, scoring, window
         self.known: dict[str, Known] = {}  # the cache has a prefix of these ids, all while a tree grows
+        self._skipped: dict[str, range] = {}  # ids that are no part of what it reads of a request
         self._salts: dict[str, str | None] = {}  # salts of the requests with something in the cache
 
     @property
@@ -41,10 +49,11 @@ class DrafterCache:
     def sync(self, request: Request) -> Known | None:
         """Return the known tokens to draft from and drop all others from the cache; None if they cannot be read."""
         cache, request_id = self._cache, request.request_id
-        known = self._vocabulary.read(request, len(cache.slots(request_id)))
+        num_cached = len(cache.slots(request_id))
+        known = self._vocabulary.read(request, num_cached + (self.num_skipped(request_id) if num_cached else 0))
         if known is None:
             return None
-        self.known[request_id] = known
+        known = self.known[request_id] = self._shortened(request_id, known)
         num_scored = self._scoring.begin(request, len(known.ids)) if self._scoring else len(known.ids)
         cache.commit(request_id, ())  # drafts that were never observed
         if request_id not in self._salts:
@@ -55,6 +64,23 @@ class DrafterCache:
             # The root and the token before any token to score are always computed, since their logits are needed.
             cache.truncate(request_id, min(known.num_kept, len(known.ids) - 1, num_scored - 1))
         return known
+
+    def _shortened(self, request_id: str, known: Known) -> Known:
+        """Return known tokens without those that are skipped, which stay the same as long as the request lives."""
+        skipped = self._skipped.setdefault(request_id, skipped_tokens(len(known.ids), self._window))
+        if not skipped:
+            return known
+        num_kept = known.num_kept - len(skipped) if known.num_kept >= skipped.stop else skipped.start
+        ids = [*known.ids[: skipped.start], *known.ids[skipped.stop :]]
+        return replace(known, ids=ids, num_kept=min(num_kept, known.num_kept))
+
+    def num_skipped(self, request_id: str) -> int:
+        """Return the number of known tokens that are no part of what it reads of a request."""
+        return len(self._skipped.get(request_id, ()))
+
+    def _is_prompt(self, request: Request, start: int) -> bool:
+        """Return whether the token at this place of what is read is one of the prompt."""
+        return start < len(request.prompt_ids) - self.num_skipped(request.request_id)
 
     def reserve(self, request: Request, count: int) -> Slots:
         """Return [count] more slots for drafts.
@@ -90,7 +116,7 @@ class DrafterCache:
         request_id, ids = request.request_id, self.known[request.request_id].ids
         while (start := len(self._cache.slots(request_id))) < len(ids) - 1:
             self._compute(request, start, min(start + MAX_CHUNK, len(ids) - 1))
-            if start < len(request.prompt_ids):
+            if self._is_prompt(request, start):
                 self._cache.share(request_id, self._salts[request_id], ids)
 
     def catch_up(self, requests: Sequence[Request]) -> Tensor:
@@ -121,7 +147,7 @@ class DrafterCache:
                 others stay reserved.
         """
         cache, request_id = self._cache, request.request_id
-        is_prompt = len(cache.slots(request_id)) < len(request.prompt_ids)  # it has just been read
+        is_prompt = self._is_prompt(request, len(cache.slots(request_id)))  # it has just been read
         cache.commit(request_id, range(count), of=count if of is None else of)
         if is_prompt:
             cache.share(request_id, self._salts[request_id], self.known[request_id].ids)
@@ -157,12 +183,14 @@ class DrafterCache:
         for request_id in self.known:
             self._vocabulary.forget(request_id)
         self.known.clear()
+        self._skipped.clear()
         self._salts.clear()
 
     def forget(self, request_id: str) -> None:
         """Drop all state of the request."""
         self.release(request_id)
         self.known.pop(request_id, None)
+        self._skipped.pop(request_id, None)
         self._vocabulary.forget(request_id)
 
     def release(self, request_id: str) -> None:

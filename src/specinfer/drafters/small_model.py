@@ -39,6 +39,7 @@ class SmallModelDrafter:
         calibration: The acceptance probabilities of drafted tokens, needed for best-first growth.
         vocabulary: The mapping between the target's tokens and its own, or None if they are the same.
         is_scored: True to record how well it drafts, or would have drafted.
+        window: Last tokens of a long context that it reads at least, beside the first ones, or None to read all.
     """
 
     kind = DraftKind()
@@ -53,7 +54,10 @@ class SmallModelDrafter:
         vocabulary: Vocabulary | None = None,
         *,
         is_scored: bool = False,
+        window: int | None = None,
     ) -> None:
+        if window is not None:
+            self.kind = self.kind._replace(window=window)
         self.runner, self.name, self.draft_sampling = runner, name, draft_sampling
         self._calibration = calibration or Calibration()
         self.vocabulary = vocabulary or SharedVocabulary(vocab_size, runner.loaded.vocab_size, runner.loaded.token_map)
@@ -63,7 +67,7 @@ class SmallModelDrafter:
         self._drafted: dict[str, GrownTree] = {}
 
     def _make_cache(self, runner: ModelRunner) -> DrafterCache:
-        return DrafterCache(runner, self.vocabulary, self._scoring)
+        return DrafterCache(runner, self.vocabulary, self._scoring, self.kind.window)
 
     @property
     def cache(self) -> DrafterCache:

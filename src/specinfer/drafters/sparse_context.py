@@ -1,9 +1,12 @@
-"""The part of a long context that drafts attend to: its first tokens, its last ones, and pages between them.
+"""The part of a long context that drafters use: its first tokens, its last ones, and for copies pages between them.
 
 The first tokens take the attention that finds nothing better (attention sinks, arXiv 2309.17453), and the last ones
 most of the rest. Pages at even distances represent what lies between: on the embedded target more drafts are accepted
 with them than with a longer window. What the target attended to most would be a better choice still, but its kernels do
 not return the weights of keys, and writing them for every layer and head would slow every pass down.
+
+A copy of the target attends to a part of what the target stored (`kept_places`). A small model has to compute what it
+attends to, so it reads a shorter text: the first tokens and the last ones, side by side (`skipped_tokens`).
 """
 
 import numpy as np
@@ -14,6 +17,30 @@ from torch import Tensor
 _SINKS, _PAGE = 16, 16  # tokens
 _LEAST, _SHARE = 256, 16  # tokens kept of any context; a long one keeps one token in this many
 _ROW = 64  # slots that the length of a row is a multiple of, so that kernels are compiled once for all
+
+
+def skipped_tokens(num_known: int, window: int | None) -> range:
+    """Return the known tokens that a small model skips when it begins to read a context of this length.
+
+    It reads [0, start), and [stop, num_known), which are at least `window` and less than 1.5 times as many tokens.
+    `stop` moves in steps of half a window, so that the next turn of a conversation often begins with the text of the
+    last one, which is cached.
+
+    Args:
+        window: Least number of last tokens that are read, or None to read all.
+    """
+    if window is None or num_known < 2 * window:
+        return range(0)
+    stride = window // 2
+    return range(_SINKS, (num_known - window) // stride * stride)
+
+
+def num_to_read(num_known: int, num_cached: int, window: int | None) -> int:
+    """Return the tokens that a small model reads of a context, if it has read what another one of `num_cached` has."""
+    skipped = skipped_tokens(num_known, window)
+    if skipped == skipped_tokens(num_cached, window):
+        return num_known - num_cached
+    return num_known - len(skipped)
 
 
 def num_kept(num_known: int) -> int:

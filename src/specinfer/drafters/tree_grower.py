@@ -193,5 +193,6 @@ class NativeGrower:
                 tree.first_draw = request.drafting.num_draws[self._name]
             elif sampling == "shared-noise":
                 tree.choice = NOISY
+                tree.first_draw = self._cache.num_skipped(request_id)
             tree.top_k, tree.top_p, tree.log_min_p = params.top_k, params.top_p, log_min_p(params)
         return tree

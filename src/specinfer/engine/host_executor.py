@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from specinfer.core.lookups import is_model
-from specinfer.core.request import Span
+from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
-from specinfer.drafters.merge.merged import reads_prompts
+from specinfer.drafters.drafter_cache import MAX_CHUNK
+from specinfer.drafters.merge.merged import reads_prompts, window_of
+from specinfer.drafters.sparse_context import num_to_read
 from specinfer.engine.emission import scores_prompt, step_logprobs
 from specinfer.engine.ending import Endings
 from specinfer.engine.executor import Outcome, StepResult
@@ -177,9 +179,28 @@ class HostExecutor:
         asking, reading = [spans[i] for i in decoding], [span for span in spans if not span.produces_token]
         num_slots = self._num_draft_slots(spans)
         with self._drafting_safely(asking):
-            for i, budget in zip(decoding, fit(asking, policy.budgets(asking, reading), num_slots), strict=True):
+            wanted = [self._without_wait(*pair) for pair in zip(asking, policy.budgets(asking, reading), strict=True)]
+            for i, budget in zip(decoding, fit(asking, wanted, num_slots), strict=True):
                 budgets[i] = budget
         return budgets
+
+    def _without_wait(self, span: Span, budget: TreeBudget) -> TreeBudget:
+        """Return the budget, or none if a first token would wait until the drafter has read a long prompt.
+
+        Passes of streamed weights take longer than that.
+        """
+        request = span.request
+        waits = not (request.num_output or request.drafting.is_read) and budget.max_nodes and asks_model(budget)
+        if waits and self.target.loaded.stream is None and self._num_to_read(request) > MAX_CHUNK:
+            return OFF
+        return budget
+
+    def _num_to_read(self, request: Request) -> int:
+        """Return the known tokens that the drafter computes before it first drafts for a request."""
+        assert self._drafter is not None
+        if not reads_prompts(self._drafter):
+            return 0
+        return num_to_read(len(request.token_ids), request.num_cached, window_of(self._drafter))
 
     def _draft(self, step: HostStep) -> None:
         """Draft a tree for each span that produces a token."""
@@ -193,7 +214,7 @@ class HostExecutor:
                 request = span.request
                 if budget.max_nodes and asks_model(budget) and not request.drafting.is_read:
                     request.drafting.is_read = True
-                    step.num_read += len(request.token_ids) - request.num_cached if reads_prompts(drafter) else 0
+                    step.num_read += self._num_to_read(request)
                 if is_sound(tree, span, budget, self.target.loaded.vocab_size):
                     trees[i] = tree
             step.trees = trees

@@ -19,7 +19,7 @@ from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import FAST, Curve
 from specinfer.policy.learned_choice import LearnedChoice
 from specinfer.policy.lookup_policy import LookupPolicy, begins_text
-from specinfer.policy.optimizer import num_to_read
+from specinfer.policy.optimizer import tokens_to_read
 from specinfer.policy.rank_choice import RankChoice, TreeSizes
 from specinfer.policy.remeasurement import Remeasurement
 from specinfer.policy.slo_planner import SLOPlanner
@@ -158,7 +158,8 @@ class AutoPolicy(SpeculationPolicy):
         is_early = self._num_plain >= self._test_after < self.TEST_EVERY
         if not is_early and (self._num_plain < self.TEST_REVIEW or self._num_plain % self.TEST_REVIEW):
             return False
-        seconds = self.rank_choice.seconds_lost_by_test(min(num_to_read(span.request) for span in spans), len(spans))
+        num_to_read = min(tokens_to_read(span.request, self.costs) for span in spans)
+        seconds = self.rank_choice.seconds_lost_by_test(num_to_read, len(spans))
         is_cheap = seconds <= self.TEST_SHARE * self._plain_seconds or self._num_plain >= self.MAX_TEST_EVERY
         is_early = is_early and seconds <= self.MOST_EARLY * float(self.costs.target(len(spans)))
         return (is_cheap or is_early) and self.rank_choice.could_pay(len(spans))
@@ -175,7 +176,7 @@ class AutoPolicy(SpeculationPolicy):
         trees = self.rank_choice.usual().times(len(others))
         num_rows = sum(span.end - span.start for span in spans)
         plain, grown = self.costs.target([num_rows, num_rows + int(trees.nodes)]).tolist()
-        reading = self.costs.read_token * sum(map(num_to_read, others))
+        reading = self.costs.read_token * sum(tokens_to_read(request, self.costs) for request in others)
         added = grown - plain + float(self.costs.draft(trees.nodes, trees.levels)) + reading
         waited = self.planner.clock() - max(request.times.arrival for request in firsts)
         return bool(added > self.DELAY * (waited + plain))
@@ -189,7 +190,7 @@ class AutoPolicy(SpeculationPolicy):
 
     def _for_one(self, spans: Sequence[Span], budget: TreeBudget) -> list[TreeBudget]:
         """Return this budget for the request whose tokens take the drafter least time to read, and none for others."""
-        chosen = min(spans, key=lambda span: num_to_read(span.request))
+        chosen = min(spans, key=lambda span: tokens_to_read(span.request, self.costs))
         return [budget if span is chosen else OFF for span in spans]
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:

@@ -44,6 +44,7 @@ class CostModel:
         is_provisional: Whether other load distorted the measurement of these costs; set until passes are measured anew.
         max_rows: Most rows of a step, or None for no limit. Larger trees are cut, all alike. The number of requests is
             rounded up to a power of two.
+        window: Last tokens of a long prompt that the drafter reads at least, or None if it reads all.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class CostModel:
         self.draft_start = draft_start
         self.rest = 0.0
         self.max_rows: int | None = None
+        self.window: int | None = None
         self._plain = 1.0  # seconds of passes without draft tokens over those of the curve
         self._reading = 1.0  # seconds of passes that read prompts over those of the curve
         self._since_tree = _NEAR  # steps since the last draft tokens

@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from specinfer.core.request import Request
+from specinfer.drafters.sparse_context import num_to_read
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
 
 Ints = npt.NDArray[np.int64]
+_USUAL_OUTPUT = 256  # tokens
 _ROUNDS = 3  # rounds in which nodes are priced by the choice of the round before
 
 
@@ -123,11 +125,18 @@ def _improve(expected: ExpectedYield, costs: CostModel, chosen: Ints) -> Ints:
 # --------------------------------------------------------------------------- reading of prompts
 
 
-def num_to_read(request: Request) -> int:
+def tokens_to_read(request: Request, costs: CostModel) -> int:
     """Return the number of known tokens that the drafter would read before it drafts."""
-    return 0 if request.drafting.is_read else len(request.token_ids) - request.num_cached
+    if request.drafting.is_read:
+        return 0
+    return num_to_read(len(request.token_ids), request.num_cached, costs.window)
 
 
 def pays_to_read(request: Request, seconds_saved: float, costs: CostModel) -> bool:
-    """Return whether saving this much time for each token makes up for reading the prompt with the drafter."""
-    return bool(seconds_saved * request.max_new_tokens > costs.read_token * num_to_read(request))
+    """Return whether saving this much time for each token makes up for reading the prompt with the drafter.
+
+    How long an output becomes is not known. One of n tokens is taken to go on for as many, and at first for a usual
+    answer's: so reading is put off, and never takes much more than what it could have saved.
+    """
+    left = min(request.max_new_tokens, max(request.num_output, _USUAL_OUTPUT))
+    return bool(seconds_saved * left > costs.read_token * tokens_to_read(request, costs))

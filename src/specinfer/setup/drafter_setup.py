@@ -14,6 +14,7 @@ from specinfer.core.token_map import TOKEN_MAP_AUTO, TOKEN_MAP_FULL
 from specinfer.core.tree_shape import TreeShape
 from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN
+from specinfer.drafters.merge.merged import window_of
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.vocabulary.token_map import Vocabulary
 from specinfer.engine.device.conditions import why_not
@@ -101,6 +102,13 @@ def _cost_of(kind: ModelRunner, target: LoadedModel) -> float:
     return num_bytes / target.num_bytes / (1 if head.block is None else head.block.max_depth)
 
 
+def _window_of(kind: str | ModelRunner | RemoteModel, config: SpeculativeConfig) -> int | None:
+    """Return the last tokens of a long prompt that a drafter reads; on a GPU reading is quick, and its steps read all."""
+    if not isinstance(kind, ModelRunner):
+        return None
+    return config.window(on_cpu=kind.loaded.device.type == "cpu" and kind.padded is None)
+
+
 class Speculator:
     """The drafters loaded for a target, the active ones merged, and the policy that uses them.
 
@@ -179,6 +187,7 @@ class Speculator:
             [self._vocabularies.get(name) for name in names],
             max_asked=config.max_asked,
             ngram_sizes=(config.prompt_lookup_min, config.prompt_lookup_max),
+            windows=[_window_of(kind, config) for kind in kinds],
             costs=[_cost_of(kind, target) if isinstance(kind, ModelRunner) else 0 for kind in kinds],
         )
         self.draft_programs = use_draft_programs(self.drafter, target.vocab_size)
@@ -244,6 +253,7 @@ def _make_costs(
 ) -> CostModel:
     """Return the costs of steps, with the limit of those on a device."""
     costs = cached_costs(target, drafter, fresh=fresh, progress=progress)
+    costs.window = window_of(drafter)
     if why_not(target, drafter) is None:
         assert isinstance(target, ModelRunner)
         costs.max_rows = max_rows(has_states=bool(target.tensors.states.pools))

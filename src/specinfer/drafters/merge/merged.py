@@ -34,6 +34,13 @@ def reads_prompts(drafter: Drafter) -> bool:
     return any(kind.reads_prompts for part in parts_of(drafter) if (kind := draft_kind(part)) is not None)
 
 
+def window_of(drafter: Drafter) -> int | None:
+    """Return the last tokens of a long prompt that a drafter computes at least, or None if it computes all."""
+    kinds = [kind for part in parts_of(drafter) if (kind := draft_kind(part)) is not None and kind.reads_prompts]
+    windows = [kind.window for kind in kinds if kind.window is not None]
+    return max(windows) if windows and len(windows) == len(kinds) else None
+
+
 class MergedDrafter:
     """A drafter that unites the trees of its drafters by token path.
 

@@ -33,6 +33,8 @@ def why_not(target: TargetRunner, drafter: Drafter | None) -> str | None:
             return f"passes of the drafter {small.name} are not captured"
         if is_hybrid(small.runner.loaded.model):
             return f"the drafter {small.name} has convolutions or recurrent layers"
+        if small.kind.window is not None:
+            return f"the drafter {small.name} skips a part of long prompts (drafter_window)"
         if not small.shares_vocabulary:
             return f"the drafter {small.name} has another vocabulary"
     return None

@@ -266,7 +266,8 @@ struct Drafting {
         const bool is_drawn = tree.choice == DRAWN;
         if (is_drawn && !note_probs(of.node, size, values, ids)) return;
         if (tree.choice != BEST) {
-            const uint64_t key = noise_key(tree.seed, is_drawn ? tree.first_draw + of.node - at(of.tree).start : of.position);
+            const int64_t number = is_drawn ? of.node - at(of.tree).start : of.position;
+            const uint64_t key = noise_key(tree.seed, tree.first_draw + number);
             float *noise = values + size;
             native->noise_of(&key, ids, noise, 1, size);
             for (int64_t k = 0; k < size; k++) values[k] += noise[k];

@@ -31,6 +31,7 @@ class DraftTree(ctypes.Structure):
         temperature: 0 for the best tokens.
         choice: How children are chosen: `BEST`, `NOISY`, with the noise of the target, which `seed` determines, or
             `DRAWN`, with noise that `seed` determines, from number `first_draw` at the root.
+        first_draw: For `NOISY`, the number of the target's tokens that are skipped.
         size, num_computed: Results: nodes with the root, and how many of the others have keys and values.
     """
 

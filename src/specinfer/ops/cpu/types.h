@@ -241,7 +241,7 @@ struct DraftTree {  // as in draft.py
     const float *features;                           // [num_new][hidden] of the tokens before the known ones; of heads
     double min_path_prob, min_gain, top_p;
     uint64_t seed;
-    int64_t top_k, first_draw;     // 0: no limit; number of the root's draw
+    int64_t top_k, first_draw;     // 0: no limit; number of the root's draw, or of tokens that are skipped
     float temperature, log_min_p;  // 0: greedy
     int32_t choice;
     int64_t size, num_computed;   // results: nodes with the root, and how many were passed through the model
