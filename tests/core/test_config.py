@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from specinfer.core.config import (
+    USUAL_WINDOW,
     EngineConfig,
     OffloadConfig,
     SpeculativeConfig,

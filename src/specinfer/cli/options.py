@@ -75,7 +75,7 @@ _SPECULATIVE_CONFIG = Annotated[
         "Speculation",
         'As in vLLM: {"method": "draft_model", "model": NAME, "num_speculative_tokens": 4}; '
         f'or "method": {quoted_lookups("or")}, "quantization", "tree", "verification", "draft_sampling", "select", '
-        '"speculation_policy".',
+        '"drafter_window", "speculation_policy".',
         metavar="JSON",
     ),
 ]
