@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quantized_files import save_quantized
+from specinfer.drafters import loading
 from specinfer.drafters.loading import load_draft_model
 from specinfer.model.folder import find_folder
 from specinfer.model.load import load_model
@@ -33,3 +34,25 @@ def test_codes_of_files_are_rounded_again_on_request(
     assert stored.stored_types is not None
     assert rounded.stored_types is None
     assert rounded.weights_type == quantization
+
+
+@pytest.mark.parametrize(("form", "usual"), [("bfloat16", "int8"), ("F16", "int8"), ("Q4_K", None), ("AWQ", None)])
+def test_large_models_without_codes_are_rounded_on_cpus(
+    form: str,
+    usual: str | None,
+    model_folder: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = load_model(model_folder("llama", tokenizer=True, **WIDE), torch.bfloat16, CPU)
+    folder = target.folder
+    if form == "AWQ":
+        save_quantized(target.folder, tmp_path / "small", form)
+        folder = tmp_path / "small"
+    elif form != "bfloat16":
+        write_model(tmp_path / "small.gguf", kind=form, **WIDE)
+        folder = find_folder(tmp_path / "small.gguf")
+    assert load_draft_model("small", folder, target, None, None).loaded.quantization is None
+    monkeypatch.setattr(loading, "_MANY", 1000)
+    assert load_draft_model("small", folder, target, None, None).loaded.quantization == usual
+    assert load_draft_model("small", folder, target, None, "int4").loaded.quantization == "int4"

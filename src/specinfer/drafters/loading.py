@@ -17,15 +17,18 @@ from specinfer.drafters.vocabulary.translation import find_vocabulary
 from specinfer.hub.files import read_object
 from specinfer.hub.locate import TOKENIZER_FILE
 from specinfer.model.definition import load_config, load_tokenizer, token_ids
-from specinfer.model.folder import read_token_ids, read_token_map
+from specinfer.model.folder import count_parameters, read_token_ids, read_token_map
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.heads.load import find_format, load_head
+from specinfer.model.layers.families import layer_kind
 from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.offload.shards import Shards
 from specinfer.model.self_copy import load_self
 
 logger = logging.getLogger(__name__)
 _USUAL = 48_000  # tokens of a reduced vocabulary: 2 % to 8 % of the tokens of English, code and JSON are other ones
+_MANY = 2**25  # parameters, that do not stay in a processor's cache from level to level
 _MAX_RENAMED = 0.05  # share of tokens that fine-tuning may have renamed or added
 
 
@@ -53,7 +56,7 @@ def load_draft_model(
     Args:
         tokenizer: The target's tokenizer.
         quantization: The quantization of its linear layers. On CPUs None means "drafter_quantization" in its
-            config.json, if that is set.
+            config.json or, for a large small model whose files have no codes, "int8".
         offload: Settings of a streamed target, or None for no streaming.
         token_map: The tokens that it proposes, see `token_map.parse_token_map`.
 
@@ -80,6 +83,8 @@ def load_draft_model(
         config = load_config(folder)
         vocab_size = min(target.vocab_size, config.get_text_config().vocab_size)
         ids, reduced = _proposed(folder, vocab_size, target, tokenizer, choice)
+        if quantization is None and target.device.type == "cpu" and _gains_by_rounding(folder, config):
+            quantization = "int8"
         loaded = load_model(
             folder, target.dtype, target.device, quantization, token_map=ids, kv_dtype=target.kv_dtype,
             max_model_len=target.max_position,
@@ -164,6 +169,17 @@ def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
             f"drafters: tokenizer.json of {folder} gives {num_other} of {len(ids_of_drafter)} ids to tokens that are "
             "not the target's; take a drafter that was trained for this target"
         )
+
+
+def _gains_by_rounding(folder: Path, config: Any) -> bool:
+    """Return whether a small model drafts faster in 8 bits: it reads much, and its files have numbers of 16 or 32.
+
+    Codes stay as they are: to round them anew takes seconds, and saves little.
+    """
+    if layer_kind(config) is None or count_parameters(folder) < _MANY:
+        return False
+    with Shards(folder) as shards:
+        return not any(len(source.shape) == 2 and source.has_codes for source in shards.sources.values())
 
 
 def _usual_quantization(folder: Path) -> str | None:
