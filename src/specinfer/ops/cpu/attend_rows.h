@@ -3,38 +3,78 @@
 // The numbers of a key are spread over all rows, so that nothing is ever added up within a vector. All scores come
 // first, then their largest is known, then values are added up in the order of keys.
 
-static const int64_t AT_ONCE = WIDE_REGISTERS ? 16 : 8;  // sums that are kept in registers
+// Registers of rows and numbers of keys or values whose sums are kept in registers, which take most of them.
+static const int ROW_REGISTERS = WIDE_REGISTERS ? 1 : 2;
+static const int AT_ONCE = WIDE_REGISTERS ? 16 : 6;
+
+// body(count, from) for up to `AT_ONCE` of `ALL` at a time.
+template <int ALL, class Body>
+static INLINE void by_few(const Body &body) {
+    for (int64_t from = 0; from < ALL / AT_ONCE * AT_ONCE; from += AT_ONCE)
+        body(std::integral_constant<int, AT_ONCE>{}, from);
+    if constexpr (ALL % AT_ONCE != 0) body(std::integral_constant<int, ALL % AT_ONCE>{}, ALL / AT_ONCE * AT_ONCE);
+}
+
+// body(rows) for the first of so many rows of a vector.
+template <class Body>
+static INLINE void by_row_registers(const Body &body) {
+    for (int64_t rows = 0; rows < LANES; rows += ROW_REGISTERS * REGISTER) body(rows);
+}
 
 // scores [BLOCK] = scale * queries [words] . keys [BLOCK][words], with `Product`; queries and scores are vectors of rows.
 template <int WIDE, class Product>
 static INLINE void score(const Floats *queries, const uint32_t *keys, float scale, Floats *scores) {
     constexpr int WORDS = WIDE / Product::IN_WORD;
-    for (int64_t from = 0; from < BLOCK; from += AT_ONCE, keys += AT_ONCE * WORDS, scores += AT_ONCE)
-        for (int64_t rows = 0; rows < LANES; rows += REGISTER) {
+    by_few<BLOCK>([&](auto count, int64_t from) ALWAYS {
+        by_row_registers([&](int64_t rows) ALWAYS {
             const float *place = (const float *)queries + rows;
-            Register sums[AT_ONCE];
-            each<AT_ONCE>([&](auto i) ALWAYS { sums[i] = Register{}; });
+            const uint32_t *mine = keys + from * WORDS;
+            Register sums[count * ROW_REGISTERS];
+            each<count * ROW_REGISTERS>([&](auto i) ALWAYS { sums[i] = Register{}; });
             for (int64_t d = 0; d < WORDS; d++) {
-                const Register q = read<Register>(place + d * LANES);
-                each<AT_ONCE>([&](auto i) ALWAYS { sums[i] = Product::add(sums[i], keys[i * WORDS + d], q); });
+                Register q[ROW_REGISTERS];
+                each<ROW_REGISTERS>([&](auto r) ALWAYS { q[r] = read<Register>(place + d * LANES + r * REGISTER); });
+                each<count>([&](auto i) ALWAYS {
+                    const uint32_t number = mine[i * WORDS + d];
+                    each<ROW_REGISTERS>([&](auto r) ALWAYS {
+                        Register &sum = sums[i * ROW_REGISTERS + r];
+                        sum = Product::add(sum, number, q[r]);
+                    });
+                });
             }
-            each<AT_ONCE>([&](auto i) ALWAYS { write((float *)(scores + i) + rows, sums[i] * scale); });
-        }
+            each<count * ROW_REGISTERS>([&](auto i) ALWAYS {
+                write((float *)(scores + from + i / ROW_REGISTERS) + rows + i % ROW_REGISTERS * REGISTER, sums[i] * scale);
+            });
+        });
+    });
 }
 
 // sums [WIDE] += values [words][WIDE] . weights [words], with `Product`; sums and weights are vectors of rows.
 template <int WIDE, class Product>
 static INLINE void blend(Floats *sums, const Floats *weights, const uint32_t *values) {
-    for (int64_t d = 0; d < WIDE; d += AT_ONCE, sums += AT_ONCE, values += AT_ONCE)
-        for (int64_t rows = 0; rows < LANES; rows += REGISTER) {
-            Register part[AT_ONCE];
-            each<AT_ONCE>([&](auto i) ALWAYS { part[i] = read<Register>((float *)(sums + i) + rows); });
+    by_few<WIDE>([&](auto count, int64_t from) ALWAYS {
+        by_row_registers([&](int64_t rows) ALWAYS {
+            const auto place = [&](int64_t i) ALWAYS {
+                return (float *)(sums + from + i / ROW_REGISTERS) + rows + i % ROW_REGISTERS * REGISTER;
+            };
+            Register part[count * ROW_REGISTERS];
+            each<count * ROW_REGISTERS>([&](auto i) ALWAYS { part[i] = read<Register>(place(i)); });
             for (int64_t key = 0; key < BLOCK / Product::IN_WORD; key++) {
-                const Register weight = read<Register>((const float *)(weights + key) + rows);
-                each<AT_ONCE>([&](auto i) ALWAYS { part[i] = Product::add(part[i], values[key * WIDE + i], weight); });
+                Register weight[ROW_REGISTERS];
+                each<ROW_REGISTERS>([&](auto r) ALWAYS {
+                    weight[r] = read<Register>((const float *)(weights + key) + rows + r * REGISTER);
+                });
+                each<count>([&](auto i) ALWAYS {
+                    const uint32_t number = values[key * WIDE + from + i];
+                    each<ROW_REGISTERS>([&](auto r) ALWAYS {
+                        Register &sum = part[i * ROW_REGISTERS + r];
+                        sum = Product::add(sum, number, weight[r]);
+                    });
+                });
             }
-            each<AT_ONCE>([&](auto i) ALWAYS { write((float *)(sums + i) + rows, part[i]); });
-        }
+            each<count * ROW_REGISTERS>([&](auto i) ALWAYS { write(place(i), part[i]); });
+        });
+    });
 }
 
 // A vector of rows on its way over the keys.

@@ -8,7 +8,7 @@
 // see it).
 
 static const int64_t BLOCK = 32;         // keys
-static const int64_t MOST_VECTORS = 4;   // of rows, in an item without tiles
+static const int64_t MOST_VECTORS = 6;   // of rows, in an item without tiles
 static const int64_t PART = 512;         // positions
 static const int64_t MOST_SCRATCH = 1 << 20;           // floats of a piece's parts that are computed apart
 static const int64_t FEW_APART = 64;     // rows of a KV head whose parts are small beside the keys and values
