@@ -28,6 +28,7 @@ from specinfer.model.self_copy import load_self
 
 logger = logging.getLogger(__name__)
 _USUAL = 48_000  # tokens of a reduced vocabulary: 2 % to 8 % of the tokens of English, code and JSON are other ones
+_OPTION = "drafter_token_map: "  # before messages about it
 _MANY = 2**25  # parameters, that do not stay in a processor's cache from level to level
 _MAX_RENAMED = 0.05  # share of tokens that fine-tuning may have renamed or added
 
@@ -90,7 +91,8 @@ def load_draft_model(
             max_model_len=target.max_position,
         )  # fmt: skip
     except ModelError as error:
-        raise ModelError(f"drafters: {str(error).removeprefix('model: ')}") from error
+        fault = str(error).removeprefix("model: ")
+        raise ModelError(fault if fault.startswith(_OPTION) else f"drafters: {fault}") from error
     vocabulary = find_vocabulary(
         name, tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size, loaded.token_map, reduced
     )
@@ -109,7 +111,10 @@ def _proposed(
     if choice == TOKEN_MAP_FULL:
         return None, None
     if isinstance(choice, Path):
-        return read_token_ids(choice, vocab_size), None
+        try:
+            return read_token_ids(choice, vocab_size), None
+        except ModelError as error:
+            raise ModelError(f"{_OPTION}{str(error).removeprefix('model: ')}") from error
     trained = read_token_map(folder, vocab_size) if choice == TOKEN_MAP_AUTO else None
     if trained is not None:
         return trained, None
@@ -126,7 +131,7 @@ def _reduced(tokenizer: Any, vocab_size: int, choice: int | str | Path) -> Reduc
     reduced = ReducedVocabulary.from_tokenizer(tokenizer, vocab_size, int(str(choice)))
     if reduced is None:
         raise ModelError(
-            f"drafter_token_map: the tokenizer has no merges, or no more than {choice} tokens; give a file of ids, or "
+            f"{_OPTION}the tokenizer has no merges, or no more than {choice} tokens; give a file of ids, or "
             "leave it out"
         )
     return reduced
@@ -142,7 +147,7 @@ def _reduced_of_head(
     """
     if isinstance(choice, Path):
         raise ModelError(
-            f"drafter_token_map: {name} is a head, whose own file says which tokens it knows; give a number of tokens, "
+            f"{_OPTION}{name} is a head, whose own file says which tokens it knows; give a number of tokens, "
             "or leave it out"
         )
     if loaded.token_map is None and loaded.device.type == "cpu" and choice != TOKEN_MAP_FULL:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from heads import save_eagle3
 from quantized_files import save_quantized
 from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
@@ -291,7 +292,7 @@ def test_a_choice_of_tokens_that_cannot_be_used_is_refused_by_name(
     value: Any, message: str, model_folder: Callable[..., Path]
 ) -> None:
     folder = model_folder("llama", tokenizer=True, eos_token_id=EOS)
-    with pytest.raises((ValueError, ModelError), match=rf"drafter_token_map:? .*{message}"):
+    with pytest.raises((ValueError, ModelError), match=rf"^drafter_token_map:? .*{message}"):
         LLM(folder, drafters=[str(folder)], drafter_token_map=value, device="cpu")
     with pytest.raises(ValueError, match="drafter_token_map: no drafter is a model"):
         LLM(folder, drafters=["ngram"], drafter_token_map=2048, device="cpu")
@@ -305,9 +306,19 @@ def test_tokens_of_a_file_are_the_only_ones_that_are_proposed(
     target = load_model(folder, "auto", CPU)
     drafter = load_draft_model("small", folder, target, make_tokenizer(), None, token_map=str(tmp_path / "ids.json"))
     assert drafter.loaded.num_logits == len(IDS)
-    (tmp_path / "ids.json").write_text("[[" * 10**5)
-    with pytest.raises(ModelError, match=r"drafters: .*ids\.json is damaged"):
-        load_draft_model("small", folder, target, make_tokenizer(), None, token_map=tmp_path / "ids.json")
+    for text, message in (("[[" * 10**5, "is damaged"), ("{}", "is not a list"), (f"[1, {VOCAB}]", "token id 96 of")):
+        (tmp_path / "ids.json").write_text(text)
+        with pytest.raises(ModelError, match=rf"^drafter_token_map: .*{message}"):
+            load_draft_model("small", folder, target, make_tokenizer(), None, token_map=tmp_path / "ids.json")
+
+
+def test_a_head_takes_no_file_of_tokens(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
+    target = load_model(model_folder("llama", tokenizer=True, eos_token_id=EOS), "auto", CPU)
+    (tmp_path / "ids.json").write_text(json.dumps(IDS))
+    with pytest.raises(ModelError, match=r"^drafter_token_map: head is a head"):
+        load_draft_model(
+            "head", save_eagle3(tmp_path / "head"), target, make_tokenizer(), None, token_map=tmp_path / "ids.json"
+        )
 
 
 def test_the_whole_head_is_used_on_request(mapped: Callable[..., Path], model_folder: Callable[..., Path]) -> None:
@@ -325,8 +336,8 @@ def test_the_first_tokens_are_those_of_the_first_merges_with_special_ones_and_si
     assert reduced.runs == (range(1056), range(3104, 3136), range(4000, 4010))
     assert reduced.ids.tolist() == [i for run in reduced.runs for i in run]
     assert reduced.suits([5, 3111, 4000] * 20)
-    assert reduced.suits([2000] * 30 + [5] * 28 + [2000] * 4)
-    assert not reduced.suits([2000] * 5)
+    assert reduced.suits([2000] * 30 + [5] * 29 + [2000] * 3)
+    assert not reduced.suits([2000] * 4)
     assert ReducedVocabulary.from_tokenizer(tokenizer, 1030, 1030) is None
     assert ReducedVocabulary.from_tokenizer(None, 4010, 1030) is None
 

@@ -17,7 +17,7 @@ from specinfer.ops.scales import WIDTH
 
 # Of the last tokens of a request, so many may be outside a reduced vocabulary: then the whole head, which takes a third
 # longer for a level, finds about as many tokens more.
-_RECENT, _MAX_OTHERS = 32, 4
+_RECENT, _MAX_OTHERS = 32, 3
 
 
 @dataclass(frozen=True, slots=True)
