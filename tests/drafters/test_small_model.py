@@ -16,7 +16,7 @@ from specinfer.drafters import (
     SmallModelDrafter,
 )
 from specinfer.drafters.drafter_cache import DrafterCache
-from specinfer.drafters.sparse_context import skipped_tokens
+from specinfer.drafters.sparse_context import places_to_read
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_model, make_request, paths_of, random_prompts, requests_of, resized, run
@@ -112,9 +112,14 @@ def test_small_model_computes_only_the_last_token_of_a_cached_prompt(
     assert sizes == [20, 1]
 
 
-def _as_read(request: Request, skipped: range) -> Request:
-    """Return a request whose text is what a drafter with a window reads."""
-    kept = [token for place, token in enumerate(request.token_ids) if place not in skipped]
+def _places(num_known: int, window: int) -> list[int]:
+    places = places_to_read(num_known, window)
+    return [*range(num_known)] if places is None else places.tolist()
+
+
+def _as_read(request: Request, places: Sequence[int]) -> Request:
+    """Return a request whose text is what a drafter with a window reads, which began with these places."""
+    kept = [*(request.token_ids[place] for place in places), *request.token_ids[places[-1] + 1 :]]
     return make_request(request.request_id, kept, request.params, request.seed)
 
 
@@ -129,12 +134,12 @@ def test_small_model_with_a_window_reads_the_ends_of_a_long_prompt(
     params, widths = SamplingParams(temperature=0.0, max_tokens=99), (2, 1)
     prompts = random_prompts([70, 20, 41])
     requests = [make_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
-    cuts = [skipped_tokens(len(prompt), 16) for prompt in prompts]
-    assert list(map(len, cuts)) == [32, 0, 8]
+    places = [_places(len(prompt), 16) for prompt in prompts]
+    assert list(map(len, places)) == [22, 20, 17]
     for step in range(6):
         trees = drafter.draft([span_of(r) for r in requests], [TreeBudget.expansion(widths)] * 3)
-        for request, tree, cut in zip(requests, trees, cuts, strict=True):
-            assert set(paths_of(tree)) == _expected(model, _as_read(request, cut), widths), step
+        for request, tree, read in zip(requests, trees, places, strict=True):
+            assert set(paths_of(tree)) == _expected(model, _as_read(request, read), widths), step
             leaf = step % len(tree)
             for token in (*tree.path_tokens(leaf), 5 + step):
                 request.append(token, None)
@@ -149,29 +154,27 @@ def test_the_next_turn_computes_only_what_the_window_has_not_seen(runner_of: Cal
     runner = resized(runner_of("llama"), 300, keeps_prefixes=True)
     drafter, model = SmallModelDrafter(runner, VOCAB, window=32), make_model("llama")
     text, slots = random_prompts([140])[0], dict[int, int]()
-    for length in (100, 111, 120, 140):  # the window begins at 64, 64, 80 and 96
+    for length in (100, 111, 120, 140):  # places are those for 96, 96, 112 and 128 tokens
         request = make_request(str(length), text[:length])
         cached = runner.cache.num_cached
         tree = draft_expansion(drafter, request, 2)
-        cut = skipped_tokens(length, 32)
-        assert set(paths_of(tree)) == _expected(model, _as_read(request, cut), (2,))
+        assert set(paths_of(tree)) == _expected(model, _as_read(request, _places(length, 32)), (2,))
         drafter.forget(str(length))
         slots[length] = runner.cache.num_cached - cached
-    assert slots == {100: 16 + 36, 111: 11, 120: 40, 140: 44}, "the first tokens are always cached"
+    assert slots == {100: 32 + 4, 111: 11, 120: 24 + 8, 140: 24 + 12}, "the first 8 tokens are always cached"
 
 
 def test_sampled_requests_share_the_noise_of_places_in_the_whole_text(runner_of: Callable[..., ModelRunner]) -> None:
     """A copy that reads all of what the target's text depends on guesses right, though it has skipped tokens."""
     request = make_request("0", random_prompts([70])[0], PARAMS["sampled"], seed=4)
-    skipped, trees = skipped_tokens(70, 16), []
+    trees = []
     for grows_at_once in (True, False):
         drafter = SmallModelDrafter(runner_of("llama"), VOCAB, window=16)
         if not grows_at_once:
             drafter._loop = None
         trees.append(set(paths_of(draft_expansion(drafter, request, 3, 2))))
         drafter.forget("0")
-    kept = [token for place, token in enumerate(request.token_ids) if place not in skipped]
-    logits = reference.last_logits(make_model("llama"), kept)
+    logits = reference.last_logits(make_model("llama"), _as_read(request, _places(70, 16)).token_ids)
     row = logits / request.params.temperature + gumbel(torch.tensor([4]), torch.tensor([70]), torch.arange(VOCAB))[0]
     assert {path for path in trees[0] if len(path) == 1} == {(token,) for token in row.topk(3).indices.tolist()}
     assert trees[0] == trees[1]

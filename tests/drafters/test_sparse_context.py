@@ -14,7 +14,7 @@ from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.drafters import sparse_context
 from specinfer.drafters.self_drafter import SelfDrafter
-from specinfer.drafters.sparse_context import kept_places, kept_slots, num_to_read, skipped_tokens
+from specinfer.drafters.sparse_context import kept_places, kept_slots, num_to_read, places_to_read
 from tiny import make_model, random_prompts, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -44,23 +44,29 @@ def test_the_first_and_last_tokens_and_pages_between_them_are_kept(num_known: in
         assert np.ptp(starts) <= 1, "even distances"
 
 
-def test_a_small_model_reads_the_first_tokens_and_a_window_that_moves_in_steps() -> None:
-    assert not skipped_tokens(100_000, None)
-    assert not skipped_tokens(1023, 512)
-    begins = set()
+def test_a_small_model_reads_a_part_that_changes_in_steps_and_all_that_follows() -> None:
+    assert places_to_read(100_000, None) is None
+    assert places_to_read(1023, 512) is None
     for num_known in range(1024, 4096):
-        skipped = skipped_tokens(num_known, 512)
-        assert skipped.start == 16
-        assert 512 <= num_known - skipped.stop < 512 + 256
-        begins.add(skipped.stop)
-    assert sorted(begins) == [*range(512, 4096 - 512, 256)], "the next turn mostly begins as the last one did"
+        places, begun = places_to_read(num_known, 512), num_known // 256 * 256
+        before = kept_places(begun, 512)
+        assert places is not None
+        assert before is not None
+        assert 448 <= len(before) <= 512
+        assert places.tolist() == [*before.tolist(), *range(begun, num_known)]
+
+
+def _num_kept(num_known: int) -> int:
+    places = kept_places(num_known, 1024)
+    assert places is not None
+    return len(places)
 
 
 def test_what_is_read_anew_in_the_next_turn_is_known_before() -> None:
     assert num_to_read(6000, 0, None) == 6000
-    assert num_to_read(6000, 0, 1024) == 16 + 6000 - 4608
-    assert num_to_read(6100, 6000, 1024) == 100, "the window begins at the same token"
-    assert num_to_read(6200, 6000, 1024) == 16 + 6200 - 5120, "it has moved"
+    assert num_to_read(6000, 0, 1024) == _num_kept(5632) + 368
+    assert num_to_read(6100, 6000, 1024) == 100, "the same part of it is read"
+    assert num_to_read(6200, 6000, 1024) == _num_kept(6144) + 56, "another part"
     assert num_to_read(6200, 6000, None) == 200
 
 

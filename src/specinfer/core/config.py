@@ -193,7 +193,7 @@ class SpeculativeConfig:
     drafter_window: str = setting(
         "auto",
         SPECULATION,
-        "Last tokens of a long prompt that a draft model reads, beside the first ones: a number, all, or auto, which "
+        "Tokens of a long prompt that a draft model reads, mostly the last ones: a number, all, or auto, which "
         f"is {USUAL_WINDOW} on CPUs and all on GPUs.",
         metavar="TOKENS",
     )
@@ -249,7 +249,7 @@ class SpeculativeConfig:
         return parse_select(self.select)
 
     def window(self, *, on_cpu: bool) -> int | None:
-        """Return the last tokens of a long prompt that a draft model reads at least, or None for all."""
+        """Return the tokens of a long prompt that a draft model reads at least, or None for all."""
         if self.drafter_window == AUTO:
             return USUAL_WINDOW if on_cpu else None
         return parse_window(self.drafter_window)

@@ -1,5 +1,6 @@
 """The cache of a small model, which follows the known tokens of each request."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.merge.scoring import MAX_SCORED, Scoring
-from specinfer.drafters.sparse_context import skipped_tokens
+from specinfer.drafters.sparse_context import places_to_read
 from specinfer.drafters.vocabulary.token_map import Known, Vocabulary
 from specinfer.model.batch import Piece
 from specinfer.model.kv_cache import KVCache, OutOfSlotsError, Slots
@@ -21,8 +22,8 @@ MAX_CHUNK = 512  # the largest number of known tokens of a request that are read
 class DrafterCache:
     """Keys and values of a prefix of each request's known tokens, and the passes that bring it up to date.
 
-    With a window the known tokens of a long context are a shorter text: its first tokens, and from those that the
-    request began with the last ones. All else here, prefixes of other requests included, is about this text.
+    With a window the known tokens of a long context are a shorter text: of what the request began with only the
+    places to read. All else here, prefixes of other requests included, is about this text.
 
     Args:
         scoring: The record of how well the drafter does, or None for no record.
@@ -39,7 +40,7 @@ class DrafterCache:
     ) -> None:
         self._runner, self._vocabulary, self._scoring, self._window = runner, vocabulary, scoring, window
         self.known: dict[str, Known] = {}  # the cache has a prefix of these ids, all while a tree grows
-        self._skipped: dict[str, range] = {}  # ids that are no part of what it reads of a request
+        self._places: dict[str, list[int]] = {}  # of what a request began with, those that it reads; none for all
         self._salts: dict[str, str | None] = {}  # salts of the requests with something in the cache
 
     @property
@@ -67,16 +68,20 @@ class DrafterCache:
 
     def _shortened(self, request_id: str, known: Known) -> Known:
         """Return known tokens without those that are skipped, which stay the same as long as the request lives."""
-        skipped = self._skipped.setdefault(request_id, skipped_tokens(len(known.ids), self._window))
-        if not skipped:
+        if request_id not in self._places:
+            places = places_to_read(len(known.ids), self._window)
+            self._places[request_id] = [] if places is None else places.tolist()
+        if not (read := self._places[request_id]):
             return known
-        num_kept = known.num_kept - len(skipped) if known.num_kept >= skipped.stop else skipped.start
-        ids = [*known.ids[: skipped.start], *known.ids[skipped.stop :]]
-        return replace(known, ids=ids, num_kept=min(num_kept, known.num_kept))
+        end = read[-1] + 1
+        is_kept = known.num_kept >= end
+        num_kept = known.num_kept - self.num_skipped(request_id) if is_kept else bisect_left(read, known.num_kept)
+        return replace(known, ids=[*(known.ids[place] for place in read), *known.ids[end:]], num_kept=num_kept)
 
     def num_skipped(self, request_id: str) -> int:
         """Return the number of known tokens that are no part of what it reads of a request."""
-        return len(self._skipped.get(request_id, ()))
+        places = self._places.get(request_id)
+        return places[-1] + 1 - len(places) if places else 0
 
     def _is_prompt(self, request: Request, start: int) -> bool:
         """Return whether the token at this place of what is read is one of the prompt."""
@@ -183,14 +188,14 @@ class DrafterCache:
         for request_id in self.known:
             self._vocabulary.forget(request_id)
         self.known.clear()
-        self._skipped.clear()
+        self._places.clear()
         self._salts.clear()
 
     def forget(self, request_id: str) -> None:
         """Drop all state of the request."""
         self.release(request_id)
         self.known.pop(request_id, None)
-        self._skipped.pop(request_id, None)
+        self._places.pop(request_id, None)
         self._vocabulary.forget(request_id)
 
     def release(self, request_id: str) -> None:

@@ -16,7 +16,7 @@ class DraftKind(NamedTuple):
         stores_drafts: False for assistants, whose drafts depend only on the output for their parents, and are all
             computed at one position.
         is_sparse: Whether it attends to a part of a long context only.
-        window: Last tokens of a long context that it reads at least, beside the first ones, or None to read all.
+        window: Tokens of a long context that it reads at least, or None to read all.
         is_remote: Whether it is on another rank, and drafts at the same time as others.
         block: Distances from the root of the tokens of the only pass of all levels; empty if each level has a pass.
         max_depth: Largest depth of a tree.

@@ -39,7 +39,7 @@ class SmallModelDrafter:
         calibration: The acceptance probabilities of drafted tokens, needed for best-first growth.
         vocabulary: The mapping between the target's tokens and its own, or None if they are the same.
         is_scored: True to record how well it drafts, or would have drafted.
-        window: Last tokens of a long context that it reads at least, beside the first ones, or None to read all.
+        window: Tokens of a long context that it reads at least, or None to read all.
     """
 
     kind = DraftKind()

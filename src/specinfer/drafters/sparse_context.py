@@ -1,4 +1,4 @@
-"""The part of a long context that drafters use: its first tokens, its last ones, and for copies pages between them.
+"""The part of a long context that drafters use: its first tokens, its last ones, and pages between them.
 
 The first tokens take the attention that finds nothing better (attention sinks, arXiv 2309.17453), and the last ones
 most of the rest. Pages at even distances represent what lies between: on the embedded target more drafts are accepted
@@ -6,7 +6,8 @@ with them than with a longer window. What the target attended to most would be a
 not return the weights of keys, and writing them for every layer and head would slow every pass down.
 
 A copy of the target attends to a part of what the target stored (`kept_places`). A small model has to compute what it
-attends to, so it reads a shorter text: the first tokens and the last ones, side by side (`skipped_tokens`).
+attends to, so it reads them side by side, as a shorter text (`places_to_read`). There too, pages are better than a
+longer window: 1.8 tokens a step become 2.2 where a model of 0.5 B reads 512 of 6,000 tokens.
 """
 
 import numpy as np
@@ -19,28 +20,31 @@ _LEAST, _SHARE = 256, 16  # tokens kept of any context; a long one keeps one tok
 _ROW = 64  # slots that the length of a row is a multiple of, so that kernels are compiled once for all
 
 
-def skipped_tokens(num_known: int, window: int | None) -> range:
-    """Return the known tokens that a small model skips when it begins to read a context of this length.
+def places_to_read(num_known: int, window: int | None) -> npt.NDArray[np.int64] | None:
+    """Return the places of the known tokens that a small model reads as it begins with a context, or None for all.
 
-    It reads [0, start), and [stop, num_known), which are at least `window` and less than 1.5 times as many tokens.
-    `stop` moves in steps of half a window, so that the next turn of a conversation often begins with the text of the
-    last one, which is cached.
+    They are those of `kept_places` for a length in steps of half a window, and all later ones. So the next turn of a
+    conversation often begins with the text of the last one, which is cached.
 
     Args:
-        window: Least number of last tokens that are read, or None to read all.
+        window: Least number of tokens that are read, or None to read all.
     """
-    if window is None or num_known < 2 * window:
-        return range(0)
-    stride = window // 2
-    return range(_SINKS, (num_known - window) // stride * stride)
+    begun = _begun(num_known, window)
+    places = kept_places(begun, window) if begun else None
+    return None if places is None else np.concatenate([places, np.arange(begun, num_known)])
+
+
+def _begun(num_known: int, window: int | None) -> int:
+    """Return the length for which places are chosen, or 0 if all tokens are read."""
+    return 0 if window is None or num_known < 2 * window else num_known // (window // 2) * (window // 2)
 
 
 def num_to_read(num_known: int, num_cached: int, window: int | None) -> int:
     """Return the tokens that a small model reads of a context, if it has read what another one of `num_cached` has."""
-    skipped = skipped_tokens(num_known, window)
-    if skipped == skipped_tokens(num_cached, window):
+    if _begun(num_known, window) == _begun(num_cached, window):
         return num_known - num_cached
-    return num_known - len(skipped)
+    places = places_to_read(num_known, window)
+    return num_known if places is None else len(places)
 
 
 def num_kept(num_known: int) -> int:

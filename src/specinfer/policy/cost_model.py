@@ -44,7 +44,7 @@ class CostModel:
         is_provisional: Whether other load distorted the measurement of these costs; set until passes are measured anew.
         max_rows: Most rows of a step, or None for no limit. Larger trees are cut, all alike. The number of requests is
             rounded up to a power of two.
-        window: Last tokens of a long prompt that the drafter reads at least, or None if it reads all.
+        window: Tokens of a long prompt that the drafter reads at least, or None if it reads all.
     """
 
     def __init__(

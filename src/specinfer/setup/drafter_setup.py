@@ -103,7 +103,7 @@ def _cost_of(kind: ModelRunner, target: LoadedModel) -> float:
 
 
 def _window_of(kind: str | ModelRunner | RemoteModel, config: SpeculativeConfig) -> int | None:
-    """Return the last tokens of a long prompt that a drafter reads at least; steps on a GPU need all."""
+    """Return the tokens of a long prompt that a drafter reads at least, or None for all, as steps on a GPU need."""
     if not isinstance(kind, ModelRunner):
         return None
     return config.window(on_cpu=kind.loaded.device.type == "cpu" and kind.padded is None)

@@ -35,7 +35,7 @@ def reads_prompts(drafter: Drafter) -> bool:
 
 
 def window_of(drafter: Drafter) -> int | None:
-    """Return the last tokens of a long prompt that a drafter computes at least, or None if it computes all."""
+    """Return the tokens of a long prompt that a drafter computes at least, or None if it computes all."""
     kinds = [kind for part in parts_of(drafter) if (kind := draft_kind(part)) is not None and kind.reads_prompts]
     windows = [kind.window for kind in kinds if kind.window is not None]
     return max(windows) if windows and len(windows) == len(kinds) else None
