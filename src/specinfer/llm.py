@@ -26,8 +26,10 @@ from specinfer.inputs.prompts import PromptReader
 from specinfer.learning.adapt.adaptation import Adaptation
 from specinfer.metrics import EngineCounters, Metric
 from specinfer.model.runner import ModelRunner
+from specinfer.policy.acceptance import AcceptanceProfile
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.network import PolicyNetwork
+from specinfer.setup.acceptance_profile import TREE, measure_acceptance
 from specinfer.setup.assembly import assemble
 from specinfer.setup.engine import make_engine
 
@@ -127,6 +129,25 @@ class LLM:
     def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> SpeculationPolicy:
         """Return the policy for a tree shape, as `Speculator.make_policy` does."""
         return self._parts.speculator.make_policy(shape, fresh=fresh, learned=learned)
+
+    def measure_acceptance(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, text: str, *, keep: bool = False
+    ) -> AcceptanceProfile | None:
+        """Let the target answer prompts, and return what was accepted of its drafters; None if nothing was drafted.
+
+        Args:
+            text: What the prompts are.
+            keep: Expect the same of the next 30 days.
+
+        Raises:
+            RuntimeError: A request failed.
+        """
+        with self._turn:
+            self.speculate(SpeculativeConfig(tree=TREE))
+            profile = measure_acceptance(self.engine, prompts, params, text)
+            if keep and profile is not None:
+                self._parts.speculator.keep(profile)
+            return profile
 
     def prepare(self) -> None:
         """Measure now the costs that requests with their own "auto" or with latency targets need.

@@ -15,12 +15,13 @@ from specinfer.bench.acceptance import run_acceptance
 from specinfer.bench.acceptance_options import AcceptanceConfig
 from specinfer.bench.comparisons import ArmRow, Compared
 from specinfer.bench.latency import latency_page, run_latency
-from specinfer.bench.options import ALL, FUNCTIONS, KINDS, PLAIN, LatencyConfig, ThroughputConfig, kinds_for
-from specinfer.bench.prompts import PromptSet, chat_prompts, chat_token_ids, find_prompts
+from specinfer.bench.options import PLAIN, LatencyConfig, ThroughputConfig
+from specinfer.bench.prompts import PromptSet, chat_token_ids, find_prompts, kinds_for
 from specinfer.bench.throughput import run_throughput
 from specinfer.cli.app import app
 from specinfer.core.sampling import SamplingParams
-from specinfer.demo.chat_model import CHAT
+from specinfer.demo.pair import demo_folders
+from specinfer.inputs.chat.samples import ALL, FUNCTIONS, KINDS, chat_prompts
 from specinfer.llm import LLM
 from specinfer.reporting.report import Report
 from tiny import save_model, save_tokenizer
@@ -84,7 +85,7 @@ def test_kinds_come_in_turn_and_go_through_the_chat_template(folder: str) -> Non
 
 
 def test_functions_are_asked_twice_in_each_turn(folder: str) -> None:
-    found = chat_token_ids(Path(folder), 35, kinds_for("some/model", (ALL,)))
+    found = chat_token_ids(Path(folder), 35, kinds_for(Path(folder), (ALL,)))
     assert {kind: found.kinds.count(kind) for kind in KINDS} == dict.fromkeys(KINDS, 5)
     assert found.kinds.count(FUNCTIONS) == 10
     assert len(set(map(tuple, found.token_ids))) == 35
@@ -100,11 +101,12 @@ def test_functions_can_be_run_and_have_a_description() -> None:
         assert ">>>" in function.__doc__
 
 
-def test_only_the_chat_model_is_given_chat_prompts_unasked() -> None:
-    assert kinds_for(CHAT, None) == KINDS
-    assert kinds_for("demo", None) == kinds_for("some/model", None) == ()
-    assert kinds_for("some/model", TWO) == TWO
-    assert kinds_for(CHAT, None, ("given",)) == ()
+def test_models_with_a_chat_template_are_given_chat_prompts_unasked(folder: str, tmp_path: Path) -> None:
+    without = save_model(tmp_path)
+    assert kinds_for(Path(folder), None) == KINDS
+    assert kinds_for(without, None) == kinds_for(demo_folders().target, None) == ()
+    assert kinds_for(without, TWO) == TWO
+    assert kinds_for(Path(folder), None, ("given",)) == ()
 
 
 @pytest.mark.parametrize("config", [LatencyConfig, ThroughputConfig, AcceptanceConfig])

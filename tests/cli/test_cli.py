@@ -22,7 +22,6 @@ import specinfer
 from adapters import save_adapter, save_merged
 from benchmarks.growth.models import plan_growth
 from specinfer.bench.models import find_models
-from specinfer.bench.options import KINDS
 from specinfer.cli.app import app
 from specinfer.cli.chat import Chat, LocalPartner
 from specinfer.cli.errors import UsageError
@@ -36,6 +35,7 @@ from specinfer.demo.pair import DemoPair
 from specinfer.drafters import NGramDrafter
 from specinfer.engine.engine import Engine
 from specinfer.engine_args import EngineArgs
+from specinfer.inputs.chat.samples import KINDS
 from specinfer.llm import LLM
 from specinfer.setup.model_names import find_drafter, usual_drafters
 from tiny import VOCAB, save_model, save_tokenizer
@@ -754,7 +754,7 @@ def _tiny_chat_model(chat_model: str, model_folder: Callable[..., Path], monkeyp
 @pytest.mark.usefixtures("_tiny_chat_model")
 def test_demo_asks_the_chat_model_and_shows_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specinfer.cli.demo._QUESTIONS", ("the cat and the cat and the cat?",))
-    monkeypatch.setattr("specinfer.bench.prompts.chat_prompts", lambda: dict.fromkeys(KINDS, ("the cat",)))
+    monkeypatch.setattr("specinfer.inputs.chat.samples.chat_prompts", lambda: dict.fromkeys(KINDS, ("the cat",)))
     args = EngineArgs("demo-chat", tree="best-first:8:4")
     monkeypatch.setattr("specinfer.cli.demo.EngineArgs", lambda _: args)
     shown = ANSI.sub("", run("demo", env=TERMINAL | {"COLUMNS": "80"}).stdout)

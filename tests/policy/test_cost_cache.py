@@ -15,9 +15,10 @@ import pytest
 from specinfer.drafters import MergedDrafter, make_drafter
 from specinfer.model.runner import ModelRunner
 from specinfer.policy import cost_cache, cost_measurement
-from specinfer.policy.cost_cache import MAX_AGE, cached_costs
+from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
+from specinfer.policy.kept_file import MAX_AGE
 from tests.policy.simulated_machines import StreamedTarget
 from tiny import VOCAB, resized
 
@@ -28,6 +29,7 @@ Pair = tuple[ModelRunner, MergedDrafter]
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cost_cache, "_queued", lambda: 0.0)  # other processes may use this machine
 
 
 @pytest.fixture

@@ -11,13 +11,14 @@ from specinfer.bench.options import (
     check_kinds,
     check_once,
     check_prompts,
-    kinds_for,
 )
 from specinfer.core.config import check_device, check_verification
 from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree_shape import MAX_TREE_NODES
+from specinfer.demo.chat_model import CHAT
 from specinfer.engine_args import EngineArgs
+from specinfer.inputs.chat.samples import ALL, FUNCTIONS, KINDS
 
 PARTS = ("table1", "table2", "table3", "rules", "drafters")
 _SAMPLING, _SPECULATION = "Sampling", "Speculation"
@@ -92,7 +93,9 @@ class AcceptanceConfig:
     @property
     def asked_kinds(self) -> tuple[str, ...]:
         """Kinds of the chat prompts to answer; empty if texts are continued."""
-        return kinds_for(self.model, self.kinds, self.prompts)
+        if self.kinds is not None:
+            return (*KINDS, FUNCTIONS) if ALL in self.kinds else tuple(self.kinds)
+        return KINDS if self.model == CHAT and self.prompts is None else ()
 
     def sampling_params(self, prompt: int, temperature: float) -> SamplingParams:
         """Return the sampling parameters of a prompt, which are the same for every arm."""

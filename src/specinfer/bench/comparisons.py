@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from specinfer.bench.ceilings import Ceilings
@@ -11,6 +11,7 @@ from specinfer.bench.options import CompareConfig
 from specinfer.bench.results import Arm, Run
 from specinfer.bench.stages import floors_text, stages_table
 from specinfer.core.text import counted
+from specinfer.policy.speedup import Speedup
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.report import Table, Value, fields_of
 from specinfer.reporting.spread import Spread, partings
@@ -149,6 +150,7 @@ class Compared:
     Attributes:
         ceilings: Measured limits of the device, from which the floors of stages are computed.
         kinds: Kind of each prompt, by its number. Empty if the prompts are texts to continue.
+        speedups: What "auto" expected of a single request before the runs, by arm.
     """
 
     results: tuple[Comparison, ...]
@@ -156,6 +158,7 @@ class Compared:
     environment: Environment
     ceilings: Ceilings
     kinds: tuple[str, ...] = ()
+    speedups: Mapping[str, Speedup] = field(default_factory=dict)
 
     @property
     def result(self) -> Comparison:
@@ -190,6 +193,15 @@ class Compared:
     def floors_text(self) -> str:
         """Return a line for the title of a plot on the target's passes of the first comparison."""
         return floors_text({arm.name: arm.stages for arm in self.result.arms}, self.result.size)
+
+    def expectations(self) -> list[str]:
+        """Return a line for each arm of "auto" on the speed-up that it expected, and the one that came."""
+        arms = {arm.name: arm for arm in self.result.trees}
+        return [
+            f"tree {name}: {speedup.beside(self.result.speedup_of(arms[name]).median)}"
+            for name, speedup in self.speedups.items()
+            if name in arms
+        ]
 
     def fidelity(self, what: str = "output") -> list[str]:
         """Return a line for each tree on whether its tokens are those of plain decoding in all comparisons."""

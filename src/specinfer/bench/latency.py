@@ -131,10 +131,12 @@ def latency_page(measured: Compared) -> Report[Compared]:
         "arms": arms_dict((*_SPEEDS, *_RATIOS, *_WRITTEN), result),
         "ceilings": measured.ceilings.as_dict(),
     }
+    if measured.speedups:
+        numbers["expected_speedup"] = {name: speedup.expected for name, speedup in measured.speedups.items()}
     if measured.kinds:
         numbers["by_kind"] = latency_numbers_by_kind(measured)
     lines = [models_line(measured.config.model, environment)]
-    last = ["", *_acceptance_lines(result), *measured.fidelity("run")]
+    last = ["", *_acceptance_lines(result), *measured.expectations(), *measured.fidelity("run")]
     return Report(lines, tables, measured, environment, numbers, last, partial(plot_latency, measured))
 
 

@@ -16,8 +16,8 @@ import torch
 from specinfer.bench.ceilings import measure_ceilings
 from specinfer.bench.comparisons import Compared, Comparison
 from specinfer.bench.models import Models, dtype_of, find_models
-from specinfer.bench.options import PLAIN, CompareConfig, kinds_for, precision_of, rotated
-from specinfer.bench.prompts import PromptSet, find_prompts
+from specinfer.bench.options import PLAIN, CompareConfig, precision_of, rotated
+from specinfer.bench.prompts import PromptSet, find_prompts, kinds_for
 from specinfer.bench.results import Arm, Run
 from specinfer.bench.stages import Roofline
 from specinfer.core.config import OffloadConfig
@@ -124,7 +124,12 @@ class Session:
             plain, *trees = (Arm(name, tuple(runs[size, name])) for name in ours)
             results.append(Comparison(plain, tuple(trees)))
         environment = Environment.from_llm(self.llm, self.models.drafter_parameters)
-        return Compared(tuple(results), self.config, environment, self.roofline.ceilings, self.prompts.kinds)
+        speedups = {
+            name: policy.speedup
+            for (size, name), policy in self.policies.items()
+            if size == 1 and policy.speedup is not None
+        }
+        return Compared(tuple(results), self.config, environment, self.roofline.ceilings, self.prompts.kinds, speedups)
 
 
 @contextmanager
@@ -149,7 +154,7 @@ def open_session(config: CompareConfig, progress: StageBar, prepare: Prepare | N
     prompts = find_prompts(
         models.target,
         config.max_tokens,
-        kinds_for(config.model, config.kinds, config.prompts),
+        kinds_for(models.target, config.kinds, config.prompts),
         count=max(config.num_prompts, config.largest),
         num_chars=config.prompt_chars,
         prompts=config.prompts,

@@ -21,15 +21,12 @@ from specinfer.core.options import check_settings, parse_size, setting, setting_
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.sampling import MAX_SEED, SamplingParams
 from specinfer.core.tree_shape import parse_tree
-from specinfer.demo.chat_model import CHAT
 from specinfer.engine_args import EngineArgs
+from specinfer.inputs.chat.samples import ALL, FUNCTIONS, KINDS
 
 _T = TypeVar("_T")
 AnyPrompt = str | tuple[int, ...]
 PLAIN = "off"  # name of the arm that decodes without speculation, as in `tree="off"`
-KINDS = ("questions", "rewriting", "code", "lists", "stories")  # of chat prompts
-FUNCTIONS = "functions"  # to complete from their heads and descriptions; asked twice as often as another kind
-ALL = "all"  # stands for all kinds and functions
 MAX_BATCH = 1024
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _SAMPLING, _SPECULATION = "Sampling", "Speculation"
@@ -46,7 +43,7 @@ class SharedSettings:
         None,
         _SAMPLING,
         "Kind of chat prompts: questions, rewriting, code, lists, stories, functions to complete, or all. May be "
-        "repeated. (default: all but functions for demo-chat, and held-out texts for other models)",
+        "repeated. (default: all but functions for a model with a chat template, and held-out texts for others)",
         name="kind",
         metavar="KIND",
     )
@@ -279,10 +276,3 @@ def check_kinds(kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None
         raise ValueError(f"kinds: {', '.join(kinds) or 'none'} given; give at least one, and none twice")
     if prompts is not None:
         raise ValueError("kinds: prompts are given, and have none; leave one of the two out")
-
-
-def kinds_for(model: str, kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None) -> tuple[str, ...]:
-    """Return the kinds of chat prompts that a model is measured on, or none if it continues texts."""
-    if kinds is not None:
-        return (*KINDS, FUNCTIONS) if ALL in kinds else tuple(kinds)
-    return KINDS if model == CHAT and prompts is None else ()

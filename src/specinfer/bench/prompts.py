@@ -1,20 +1,20 @@
 """Prompts for measurements: held-out texts to continue, or messages of several kinds to a chat model.
 
-The messages were written for this purpose, and no drafter is trained on them. An answer ends where the target ends it,
+An answer ends where the target ends it,
 since text after the end-of-text token is of no use.
 """
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
-from specinfer.bench.options import FUNCTIONS, KINDS, AnyPrompt
+from specinfer.bench.options import AnyPrompt
 from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.corpus import heldout_prompts
+from specinfer.demo.pair import demo_folders
+from specinfer.inputs.chat.samples import ALL, FUNCTIONS, KINDS, in_turn, rendered
 from specinfer.inputs.chat.template import ChatTemplate
 from specinfer.llm import LLM
 from specinfer.model.definition import known_positions, load_config, load_tokenizer
@@ -22,7 +22,6 @@ from specinfer.policy.base import FixedPolicy
 
 _SALTS = itertools.count()
 LEAST_TOKENS = 2  # of an answer, since the clock runs from the first token to the last
-_FILE = Path(__file__).with_name("chat_prompts.jsonl")
 _NO_LIMIT = 2**31
 
 
@@ -64,37 +63,31 @@ class PromptSet:
         return [replace(each, max_tokens=length) for each, length in zip(params, ended, strict=True)]
 
 
-@cache
-def chat_prompts() -> dict[str, tuple[str, ...]]:
-    """Return all messages by kind."""
-    found: dict[str, list[str]] = {kind: [] for kind in (*KINDS, FUNCTIONS)}
-    for line in _FILE.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        found[record["kind"]].append(record["prompt"])
-    return {kind: tuple(prompts) for kind, prompts in found.items()}
-
-
 def chat_token_ids(folder: Path, count: int, kinds: Sequence[str]) -> PromptSet:
     """Return `count` messages of these kinds in turn, functions twice, in the chat format of the model in `folder`.
 
     Raises:
         ValueError: There are too few messages, or the model has no chat template.
     """
-    written = {kind: iter(prompts) for kind, prompts in chat_prompts().items()}
-    turn = [kind for kind in kinds for _ in range(1 + (kind == FUNCTIONS and len(kinds) > 1))]
-    available = min(len(turn) * (len(chat_prompts()[kind]) // turn.count(kind)) for kind in kinds)
-    if count > available:
-        raise ValueError(
-            f"num_prompts: {count} are needed, and there are {available} chat prompts of {', '.join(kinds)}; ask for "
-            "fewer at once, or for more kinds"
-        )
+    chosen = in_turn(kinds, count)
     template = ChatTemplate(load_tokenizer(folder), known_positions(folder) or _NO_LIMIT)
-    chosen = [(kind, next(written[kind])) for kind in itertools.islice(itertools.cycle(turn), count)]
     try:
-        ids = [template.read([{"role": "user", "content": text}]) for _, text in chosen]
+        ids = rendered(template.read, [text for _, text in chosen])
     except RequestError as error:
         raise ValueError(f"kinds: {folder} cannot be given chat prompts: {error}") from error
     return PromptSet(ids, tuple(kind for kind, _ in chosen))
+
+
+def kinds_for(folder: Path, kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None) -> tuple[str, ...]:
+    """Return the kinds of chat prompts that a model is measured on, or none if it continues texts.
+
+    The embedded target continues texts, though it has a chat template.
+    """
+    if kinds is not None:
+        return (*KINDS, FUNCTIONS) if ALL in kinds else tuple(kinds)
+    if prompts is not None or folder == demo_folders().target:
+        return ()
+    return KINDS if getattr(load_tokenizer(folder), "chat_template", None) else ()
 
 
 def find_prompts(

@@ -104,7 +104,8 @@ def _show_code(llm: "LLM", screen: Screen) -> None:
 
 def _chat_figures(screen: Screen) -> str:
     from specinfer.bench.latency import run_latency
-    from specinfer.bench.options import KINDS, LatencyConfig
+    from specinfer.bench.options import LatencyConfig
+    from specinfer.inputs.chat.samples import KINDS
 
     config = LatencyConfig(model=CHAT, num_prompts=len(KINDS), max_tokens=48, repeats=1, temperature=0.0)
     measured = run_latency(config, screen.err).measured

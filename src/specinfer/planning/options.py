@@ -67,7 +67,9 @@ class PlanConfig:
         metavar="P,P",
         read=lambda text: parse_numbers("acceptance", text),
     )
-    num_prompts: int = setting(4, "Sampling", "Number of held-out texts for measuring acceptance.", low=1)
+    num_prompts: int = setting(
+        10, "Sampling", "Number of chat prompts, or of held-out texts, for measuring acceptance.", low=1
+    )
     max_tokens: int = setting(48, "Sampling", "Number of tokens to generate for each prompt.", low=2)
     temperature: float = setting(0.0, "Sampling", "Temperature; 0 is greedy.")
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)

@@ -5,25 +5,20 @@ serving, the engine updates costs and acceptance with each step, and gives more 
 predict.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import precision_of
-from specinfer.bench.prompts import token_prompts
-from specinfer.core.config import OffloadConfig, SpeculativeConfig
-from specinfer.core.request import Span
-from specinfer.core.step_record import StepRecord
-from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.core.tree_shape import parse_tree
+from specinfer.bench.prompts import PromptSet, find_prompts, kinds_for
+from specinfer.core.config import OffloadConfig
 from specinfer.llm import LLM
 from specinfer.model.device import find_device
 from specinfer.planning.offload_plan import command_of, offload_choices
 from specinfer.planning.options import PlanConfig
 from specinfer.planning.plan_report import Choice, Plan, Streaming
 from specinfer.policy.acceptance import AcceptanceModel
-from specinfer.policy.base import SpeculationPolicy, budget_of
 from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.offload_choice import best_of
@@ -31,10 +26,7 @@ from specinfer.policy.rank_choice import RankChoice
 from specinfer.policy.streamed_costs import StreamedCurve
 from specinfer.reporting.environment import Environment
 from specinfer.reporting.progress_bar import StageBar
-from specinfer.verify import Acceptance
-
-# Every node that verification reaches has children of all ranks, so that each rank is tried equally often.
-_TREE = "4,4"
+from specinfer.setup.acceptance_profile import CHAT_PROMPTS
 
 
 def make_plan(config: PlanConfig, progress: StageBar) -> Plan:
@@ -83,7 +75,7 @@ class _Survey:
 
     llm: LLM
     config: PlanConfig
-    prompts: Sequence[list[int]]
+    prompts: PromptSet
     progress: StageBar
 
     def acceptance(self) -> AcceptanceModel:
@@ -95,24 +87,27 @@ class _Survey:
         if self.config.acceptance is not None:
             return AcceptanceModel.assumed(self.config.acceptance)
         self.progress.stage("measuring acceptance")
-        self.llm.speculate(SpeculativeConfig(tree=_TREE))
-        assert self.llm.drafter is not None
-        counting = _Counting(budget_of(parse_tree(_TREE), self.llm.drafter.num_drafters))
-        self.llm.engine.policy = counting
-        prompts = [{"prompt_token_ids": ids} for ids in self.prompts]
-        outputs = self.llm.generate(prompts, self.config.sampling_params(), use_tqdm=False)
-        for number, output in enumerate(outputs):
-            if output.error is not None:
-                raise RuntimeError(f"prompt {number}: {output.error}")
-        return counting.acceptance
+        is_usual = self.config.prompts is None and self.config.temperature == 0
+        profile = self.llm.measure_acceptance(
+            self.prompts.token_ids, self.config.sampling_params(), self.text, keep=is_usual and bool(self.prompts.kinds)
+        )
+        return AcceptanceModel() if profile is None else AcceptanceModel.from_profile(profile)
+
+    @property
+    def text(self) -> str:
+        """Name of the texts that acceptance is measured on."""
+        return CHAT_PROMPTS if self.prompts.kinds else "texts to continue"
 
 
 @contextmanager
 def _survey(config: PlanConfig, models: Models, progress: StageBar) -> Iterator[_Survey]:
     """Load the models, after the prompts are checked."""
-    prompts = []
+    prompts = PromptSet([])
     if config.acceptance is None:
-        prompts = token_prompts(models.target, config.max_tokens, count=config.num_prompts, prompts=config.prompts)
+        kinds = kinds_for(models.target, None, config.prompts)
+        prompts = find_prompts(
+            models.target, config.max_tokens, kinds, count=config.num_prompts, prompts=config.prompts
+        )
     progress.stage("loading")
     with LLM(
         models.target,
@@ -137,31 +132,12 @@ def _streaming(llm: LLM, costs: CostModel) -> Streaming | None:
     return Streaming(stream.num_layers, stream.num_resident, stream.bytes_per_pass, seconds, bend)
 
 
-class _Counting(SpeculationPolicy):
-    """A policy that gives all requests the same wide tree and counts the ranks of accepted tokens."""
-
-    def __init__(self, budget: TreeBudget) -> None:
-        self._budget, self.acceptance = budget, AcceptanceModel()
-        self._num_passes = self._num_drafted = 0
-
-    def budgets(self, spans: Sequence[Span], reading: Sequence[Span] = ()) -> list[TreeBudget]:
-        return [self._budget] * len(spans)
-
-    def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
-        for tree, acceptance in outcomes:
-            if tree.num_guessed:
-                self.acceptance.observe(tree, acceptance)
-        self._num_passes += len(outcomes)
-        self._num_drafted += sum(tree.num_guessed > 0 for tree, _ in outcomes)
-        self.acceptance.share = self._num_drafted / max(self._num_passes, 1)
-
-
 def choose(costs: CostModel, acceptance: AcceptanceModel, num_requests: int) -> Choice:
     """Return the tree that the optimiser chooses for each request of a batch with these costs and acceptance."""
     trees = RankChoice(costs, acceptance)
     rates = trees.rates(num_requests)  # index 0 is plain decoding
     best = int(rates.argmax()) if trees.choose(num_requests).max_nodes else 0
-    tree = trees.expected()[best]
-    return Choice(
-        num_requests, int(tree.nodes), int(tree.levels), float(tree.tokens), float(rates[best]), float(rates[0])
-    )
+    tree, plain = trees.expected()[best], float(rates[0])
+    tokens = 1.0 + acceptance.coverage * (float(tree.tokens) - 1.0)
+    rate = trees.expected_gain(num_requests, best) * plain
+    return Choice(num_requests, int(tree.nodes), int(tree.levels), tokens, rate, plain)

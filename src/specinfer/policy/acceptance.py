@@ -5,9 +5,12 @@ probability of its whole path. The best nodes up to depth 2 have 0.5, 0.25 (the 
 below the first), 0.125, ... So a tree of 3 nodes yields 1 + 0.5 + 0.25 + 0.25 = 2 tokens, the target's own included.
 """
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,41 @@ from specinfer.verify import Acceptance
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceProfile:
+    """Acceptance in a measurement, from which a model of it begins before it learns from served text.
+
+    Attributes:
+        by_rank: Probability that the first, second, ... draft token at a node is right.
+        share: Accepted tokens over those expected by these probabilities.
+        text_shares: The same for each text.
+        coverage: Share of the steps in which the drafters proposed anything.
+        num_trees: Trees that this was counted from.
+        text: What was measured, such as "chat prompts".
+    """
+
+    by_rank: tuple[float, ...]
+    share: float
+    text_shares: tuple[float, ...]
+    coverage: float
+    num_trees: int
+    text: str
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain numbers, to be stored in a file."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    @classmethod
+    def from_dict(cls, numbers: Mapping[str, Any]) -> Self:
+        """Make a profile from the numbers of `as_dict`. Raises KeyError, TypeError or ValueError if it is none."""
+        by_rank, shares = (tuple(map(float, numbers[name])) for name in ("by_rank", "text_shares"))
+        share, coverage = float(numbers["share"]), float(numbers["coverage"])
+        values = (*by_rank, *shares, share, coverage)
+        if not by_rank or not all(math.isfinite(value) and value >= 0 for value in values) or max(by_rank) > 1:
+            raise ValueError("no profile: by_rank, shares and coverage must be probabilities")
+        return cls(by_rank, share, shares, min(coverage, 1.0), int(numbers["num_trees"]), str(numbers["text"]))
 
 
 class AcceptanceModel:
@@ -32,6 +70,9 @@ class AcceptanceModel:
 
     Attributes:
         share: Accepted tokens over those expected by the probabilities alone.
+        coverage: Share of the steps in which drafters proposed something where they were asked. Lookups often find
+            nothing, and such a step costs and yields what one of plain decoding does.
+        text: What was measured before served text, or None if its acceptance is assumed.
     """
 
     PRIOR = (0.6, 0.12, 0.06, 0.04)  # of a drafter of medium quality
@@ -40,6 +81,7 @@ class AcceptanceModel:
     _DECAY = 0.995  # per tree: about two hundred trees are remembered
     _SHARE_DECAY, _MOST_SHARE = 0.97, 1.2  # some thirty trees, since texts differ
     _NUM_TEXTS, _LEAST_TREES, _EASY = 16, 4, 0.75  # texts that are remembered, trees of each, and their quantile
+    _MOST_PROFILE = 40.0  # trees that a measurement before served text counts as
     _TEXT_WEIGHT = 4.0  # tokens that the expectation of a text counts as
 
     def __init__(self, prior: Sequence[float] = PRIOR) -> None:
@@ -49,6 +91,25 @@ class AcceptanceModel:
         self.share = 1.0
         self._shares = deque([1.0, 1.0], self._NUM_TEXTS)  # of the last texts; the first two are assumed
         self._num_trees = 0  # of this text
+        self._coverage = DecayedRatio(self._DECAY, weight, weight)
+        self.text: str | None = None
+
+    @property
+    def coverage(self) -> float:
+        return self._coverage.value
+
+    @classmethod
+    def from_profile(cls, profile: AcceptanceProfile) -> "AcceptanceModel":
+        """Make a model that expects what was measured, and counts it as so many trees, up to some."""
+        weight = min(float(profile.num_trees), cls._MOST_PROFILE)
+        model = cls()
+        model._ranks = [DecayedRatio(cls._DECAY, weight * p, weight) for p in profile.by_rank]
+        model._coverage = DecayedRatio(cls._DECAY, weight * profile.coverage, weight)
+        model.share, model.text = min(profile.share, cls._MOST_SHARE), profile.text
+        model._came_true = DecayedRatio(cls._SHARE_DECAY, cls._TEXT_WEIGHT * profile.share, cls._TEXT_WEIGHT)
+        model._shares.clear()
+        model._shares.extend(min(share, cls._MOST_SHARE) for share in profile.text_shares or (profile.share,))
+        return model
 
     @classmethod
     def assumed(cls, by_rank: Sequence[float], share: float = 1.0) -> "AcceptanceModel":
@@ -68,8 +129,11 @@ class AcceptanceModel:
 
     def observe(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Count the ranks at each node of the accepted path that has draft tokens."""
+        self._coverage.observe(tree.num_guessed > 0, 1)
+        if not tree.num_guessed:
+            return
         self._num_trees += 1
-        self._came_true.observe(len(acceptance.path), self._expected_of(tree))
+        self._came_true.observe(len(acceptance.path), self.expected_of(tree))
         self.share = min(self._came_true.value, self._MOST_SHARE)
         below: dict[int, list[int]] = {node: [] for node in (0, *acceptance.path)}
         for node, parent in enumerate(tree.parents):
@@ -80,7 +144,7 @@ class AcceptanceModel:
             for rank, child in zip(self._ranks, children, strict=False):
                 rank.observe(child == accepted, 1)
 
-    def _expected_of(self, tree: TokenTree) -> float:
+    def expected_of(self, tree: TokenTree) -> float:
         """Return the accepted tokens that the probabilities promise of a tree."""
         by_rank = [rank.value for rank in self._ranks]
         path_probs, num_children = [1.0] + [0.0] * tree.num_guessed, [0] * len(tree)

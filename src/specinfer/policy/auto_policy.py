@@ -13,7 +13,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.text import counted
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
-from specinfer.policy.acceptance import AcceptanceModel
+from specinfer.policy.acceptance import AcceptanceModel, AcceptanceProfile
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import FAST, Curve
@@ -23,6 +23,7 @@ from specinfer.policy.optimizer import tokens_to_read
 from specinfer.policy.rank_choice import RankChoice, TreeSizes
 from specinfer.policy.remeasurement import Remeasurement
 from specinfer.policy.slo_planner import SLOPlanner
+from specinfer.policy.speedup import Speedup
 from specinfer.verify import Acceptance
 
 
@@ -35,6 +36,8 @@ class AutoPolicy(SpeculationPolicy):
         has_self: Whether the target itself, cheaper, is a drafter: it is right more often than others.
         network: The learned choice for each request, or None if no network was trained.
         why_off: Reason for never having trees, if there is no drafter; passes and prompts are planned all the same.
+        profile: What was accepted in a measurement, or None if acceptance is assumed at first.
+        remedy: What to do where drafting loses.
     """
 
     REVIEW = 8  # steps between choices for the same number of requests, because choosing costs time too
@@ -60,12 +63,16 @@ class AutoPolicy(SpeculationPolicy):
         has_self: bool = False,
         network: LearnedChoice | None = None,
         why_off: str | None = None,
+        profile: AcceptanceProfile | None = None,
+        remedy: str | None = None,
     ) -> None:
         self.costs, self.network, self._why_off = costs, network, why_off
         self._lookups = LookupPolicy(costs, lookups)
-        self.acceptance = AcceptanceModel(AcceptanceModel.SELF_PRIOR if has_self else AcceptanceModel.PRIOR)
+        prior = AcceptanceModel.SELF_PRIOR if has_self else AcceptanceModel.PRIOR
+        self.acceptance = AcceptanceModel(prior) if profile is None else AcceptanceModel.from_profile(profile)
         sizes = None if why_off is None else TreeSizes.none()
         self.rank_choice = RankChoice(costs, self.acceptance, sizes)
+        self._remedy, self._speedup = remedy, Speedup(self._at_start()[1], remedy)
         self._planner = SLOPlanner(costs, self.rank_choice)
         self._budget = OFF
         self._num_steps = 0
@@ -203,6 +210,8 @@ class AutoPolicy(SpeculationPolicy):
                 self._test_after = self.FIRST_TEST
             learn = self.costs.observe_prompts if step.reads_prompts else self.costs.observe
             learn(step)
+            if not step.reads_prompts:
+                self._speedup.observe(step, float(self.costs.step(step.num_requests, 0, 0)))
             if self._remeasurement is not None and not step.reads_prompts:
                 self._remeasurement.observe(self.costs.without_context(step))
         if self._lookups.names and not step.num_model_levels:
@@ -210,7 +219,7 @@ class AutoPolicy(SpeculationPolicy):
                 self._lookups.observe(step, [acceptance for _, acceptance in outcomes])
         else:
             for tree, acceptance in outcomes:
-                if tree.num_guessed:
+                if tree.num_guessed or (step.num_budgeted and step.num_requests == 1):
                     self.acceptance.observe(tree, acceptance)
 
         if self._remeasurement is not None and self._remeasurement.is_done:
@@ -247,12 +256,26 @@ class AutoPolicy(SpeculationPolicy):
             return None
         return "auto: plain decoding, reading the prompt with the drafter takes longer than its draft tokens save"
 
+    @property
+    def speedup(self) -> Speedup | None:
+        return None if self._why_off is not None or self.network is not None else self._speedup
+
     def summary(self) -> str | None:
         if self.network is not None:
             return None
+        trial, gain = self._at_start()
+        if not trial.max_nodes:
+            chosen = RankChoice(self.costs, self.acceptance)
+            advice = "" if self._remedy is None else f"; {self._remedy}"
+            return f"auto: plain decoding, {chosen.why_plain(1)}{advice}"
+        text = self.acceptance.text
+        origin = "if drafts are accepted as usual" if text is None else f"by what was accepted on {text}"
+        tree = "up to " + counted(trial.max_nodes, "draft token")
+        return f"auto: {tree} for a single request, {gain:.2f} times the speed of plain decoding expected {origin}"
+
+    def _at_start(self) -> tuple[TreeBudget, float]:
+        """Return the tree of a single request by what is known now, and its expected speed over plain decoding."""
+        if self._why_off is not None:
+            return OFF, 1.0
         trial = RankChoice(self.costs, self.acceptance)
-        budget = trial.choose(1)
-        if not budget.max_nodes:
-            return f"auto: plain decoding, {trial.why_plain(1)}"
-        tree = "up to " + counted(budget.max_nodes, "draft token")
-        return f"auto: {tree} for a single request, {trial.why_tree()}"
+        return trial.choose(1), trial.expected_gain(1)

@@ -10,6 +10,7 @@ from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.core.tree_shape import TreeShape
 from specinfer.policy.slo_planner import SLOPlanner
+from specinfer.policy.speedup import Speedup
 from specinfer.verify import Acceptance
 
 TREE_OFF = "tree off: plain decoding was asked for"
@@ -57,6 +58,11 @@ class SpeculationPolicy(Protocol):
 
     def reason(self, request: Request) -> str | None:
         """Return one line on why this request gets no tree at present, or None if it gets one."""
+        return None
+
+    @property
+    def speedup(self) -> Speedup | None:
+        """The expected and the measured speed of "auto", or None if it does not decide."""
         return None
 
     def summary(self) -> str | None:

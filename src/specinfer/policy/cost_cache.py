@@ -1,23 +1,20 @@
 """Measured costs, kept between runs, so that a model need not be measured again on a known machine.
 
-Each file has the costs of one target and its drafters on one machine with one installation. A file only saves
-time: if it cannot be read or written, costs are measured.
+Each file has the costs of one target and its drafters on one machine with one installation.
 """
 
-import hashlib
 import importlib.metadata
-import json
 import logging
 import math
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from specinfer import ops
-from specinfer.core.files import cache_folder, write_atomically
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.systems import usable_cpus
 from specinfer.drafters.base import Drafter
@@ -28,8 +25,8 @@ from specinfer.model.runner import TargetRunner
 from specinfer.policy.cost_measurement import is_alike, measure_costs, pass_sizes, speeds_now
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import ContextCurve, Curve
+from specinfer.policy.kept_file import KeptFile
 
-MAX_AGE = 30 * 24 * 3600  # seconds: drivers and machines change without a change of name
 # Maximum share of the measuring time in which this process did not run: a busy machine's costs are kept as such.
 _MAX_IDLE = 0.25
 _PER_OCTAVE = 4  # the bytes read per pass are distinguished in steps of a fifth
@@ -63,18 +60,17 @@ def _measured_costs(
     if not target.loaded.shard.is_whole:  # the network between ranks may be another one the next time
         return measure_costs(target, drafter, progress=progress)
     situation = _situation(target, drafter)
-    key = hashlib.sha256(json.dumps(situation, sort_keys=True).encode()).hexdigest()[:16]
-    path = cache_folder() / f"costs-{key}.json"
-    costs = None if fresh else _read(path, situation)
-    if costs is not None and (costs := _as_now(costs, target, drafter, path)) is not None:
+    kept = KeptFile("costs", situation)
+    costs = None if fresh else kept.read(CostModel.from_dict)
+    if costs is not None and (costs := _as_now(costs, target, drafter, kept.path)) is not None:
         return costs
     watch = _Stopwatch(target)
     costs = measure_costs(target, drafter, progress=progress)
     costs.is_provisional = watch.is_delayed
     if costs.is_provisional:
         logger.info("other requests or processes delayed the measurement of costs: the next steps will correct them")
-    if not (fresh and costs.is_provisional and path.exists()):
-        _write(path, {"situation": situation, "time": time.time(), "costs": costs.as_dict()})
+    if not (fresh and costs.is_provisional and kept.path.exists()):
+        kept.write(costs.as_dict())
     return costs
 
 
@@ -106,18 +102,28 @@ class _Stopwatch:
         self._target = target
         # Otherwise the larger sizes may not fit.
         self._is_idle = target.cache.num_available == target.cache.num_slots
-        self._started, self._worked = time.perf_counter(), _worked(target)
+        self._started, self._worked, self._queued = time.perf_counter(), _worked(target), _queued()
 
     @property
     def is_delayed(self) -> bool:
         seconds, worked = time.perf_counter() - self._started, _worked(self._target) - self._worked
-        return not self._is_idle or seconds - worked > _MAX_IDLE * seconds + 0.05
+        lost = max(seconds - worked, _queued() - self._queued)  # several threads may have worked
+        return not self._is_idle or lost > _MAX_IDLE * seconds + 0.05
 
 
 def _worked(target: TargetRunner) -> float:
     """Return the seconds in which this process ran, waited for weights or for compilers that it had started."""
     times = os.times()
     return time.process_time() + times.children_user + times.children_system + target.loaded.seconds_waiting
+
+
+def _queued() -> float:
+    """Return the seconds in which threads of this process could run, and waited for a core; 0 where none reports it."""
+    total = 0
+    for place in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # the thread has ended
+            total += int(place.read_text().split()[1])
+    return total / 1e9
 
 
 def _situation(target: TargetRunner, drafter: Drafter | None) -> dict[str, Any]:
@@ -173,28 +179,3 @@ def _shape(runner: TargetRunner | None) -> list[Any] | None:
     if loaded.kv_dtype is not None:
         types.append(str(loaded.kv_dtype))
     return [type(loaded.model).__name__, *shape, *types]
-
-
-def _read(path: Path, situation: dict[str, Any]) -> CostModel | None:
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        age = time.time() - float(stored["time"])
-        costs = CostModel.from_dict(stored["costs"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        logger.warning("costs are measured again: %s cannot be used (%s)", path, type(error).__name__)
-        return None
-    if not 0 <= age < MAX_AGE or stored.get("situation") != situation:
-        logger.info("costs are measured again: those in %s are old", path)
-        return None
-    return costs
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=2)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"), is_shared=True)
-    except OSError as error:
-        logger.info("measured costs are not kept: %s cannot be written (%s)", path, error.strerror)

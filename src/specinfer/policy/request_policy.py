@@ -12,6 +12,7 @@ from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import TREE_OFF, FixedPolicy, SpeculationPolicy, budget_of
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.slo_planner import SLOPlanner
+from specinfer.policy.speedup import Speedup
 from specinfer.verify import Acceptance
 
 
@@ -97,6 +98,10 @@ class RequestPolicy(SpeculationPolicy):
         if tree == "auto" and self._auto is not None:
             return self._auto.reason(request)
         return TREE_OFF if tree == "off" else None
+
+    @property
+    def speedup(self) -> Speedup | None:
+        return next((policy.speedup for policy in self._policies if policy.speedup is not None), None)
 
     def summary(self) -> str | None:
         return self._default.summary()

@@ -23,6 +23,7 @@ from specinfer.drafters.base import Drafter
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.features import FeatureTracker, find_slots
 from specinfer.policy.slo_planner import SLOPlanner
+from specinfer.policy.speedup import Speedup
 from specinfer.verify import Acceptance
 
 VERSION = 1
@@ -183,6 +184,10 @@ class LoggedPolicy(SpeculationPolicy):
 
     def reason(self, request: Request) -> str | None:
         return self.policy.reason(request)
+
+    @property
+    def speedup(self) -> Speedup | None:
+        return self.policy.speedup
 
     def summary(self) -> str | None:
         return self.policy.summary()

@@ -35,6 +35,7 @@ from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.model.sharding.runner import DistributedRunner, load_first_shard, min_remote_slots
 from specinfer.model.target import TargetConfig, num_sharing, settle_shard, with_rank_budget
 from specinfer.parallel.ranks import Ranks
+from specinfer.setup.acceptance_profile import ProfileSource
 from specinfer.setup.drafter_setup import Speculator
 from specinfer.setup.model_names import find_tokenizer
 from specinfer.setup.model_plan import ModelPlan, plan_models
@@ -129,11 +130,12 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
                 each.prepare(progress)
         kinds = {name: here.get(name) or remote.get(name) or name for name in drafters}
         vocabularies = {name: drafter.vocabulary for name, drafter in small.items()}
-        speculator = Speculator(runner, kinds, vocabularies, args.step_log, progress)
         max_guesses = None if runner.capacity is None else runner.capacity.num_guesses
         scheduler = Scheduler(
             runner.cache, limits.max_num_seqs, limits.max_num_batched_tokens, max_guesses, args.max_loras
         )
+        profiles = ProfileSource(runner, scheduler, tokenizer, progress) if ranks is None else None
+        speculator = Speculator(runner, kinds, vocabularies, args.step_log, progress, profiles)
         adapters = _make_adapters(args, runner, here)
         undo.pop_all()
     logger.info(

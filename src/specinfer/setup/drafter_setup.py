@@ -23,16 +23,21 @@ from specinfer.model.graphs.sizes import max_rows
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import is_hybrid
 from specinfer.model.runner import ModelRunner, TargetRunner
+from specinfer.policy.acceptance import AcceptanceProfile
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import NO_DRAFTER, TREE_OFF, FixedPolicy, SpeculationPolicy
 from specinfer.policy.cost_cache import cached_costs
 from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.learned_choice import LearnedChoice, load_policy_network
 from specinfer.policy.network import PolicyNetwork
 from specinfer.policy.request_policy import make_policy
 from specinfer.policy.step_log import LoggedPolicy, StepLogFile
+from specinfer.setup.acceptance_profile import ProfileSource
 from specinfer.setup.model_names import find_drafter
 
+# Rows of a pass, and the most seconds it may take where acceptance is measured at start.
+_CHECKED_ROWS, _MOST_SECONDS = 8, 0.7
 logger = logging.getLogger(__name__)
 
 
@@ -119,6 +124,7 @@ class Speculator:
         vocabularies: Vocabularies of the small models of this process.
         step_log: File to record what is known before each step and its outcome, or None for no record.
         progress: Callback for the progress of long work.
+        profiles: Source of measured acceptance, or None if it is assumed.
     """
 
     def __init__(
@@ -128,7 +134,10 @@ class Speculator:
         vocabularies: Mapping[str, Vocabulary],
         step_log: str | Path | None = None,
         progress: ProgressCallback | None = None,
+        profiles: ProfileSource | None = None,
     ) -> None:
+        self._profiles, self._found = profiles, dict[tuple[str, ...], AcceptanceProfile | None]()
+        self._config = SpeculativeConfig()
         self._target = target
         self._progress = progress
         self._kinds = kinds
@@ -161,8 +170,7 @@ class Speculator:
             ValueError: The config selects among drafters of which some are on other ranks, or lets the engine choose
                 their rule, or the step log cannot record it.
         """
-        names = () if config.shape.is_off else self._kinds if config.drafters is None else config.drafters
-        kinds, target = [self._kinds[name] for name in names], self._target.loaded
+        kinds, target = [self._kinds[name] for name in self._names(config)], self._target.loaded
         if config.max_asked is not None and any(isinstance(kind, RemoteModel) for kind in kinds):
             raise ValueError(
                 'select: drafters on other ranks are not scored; load the model with drafter_placement="first", or '
@@ -179,17 +187,7 @@ class Speculator:
                 "verification: drafters on other ranks draw for one rule; name coupled or traversal in place of auto, "
                 'or load the model with drafter_placement="first"'
             )
-        self.drafter = make_drafter(
-            kinds,
-            target.vocab_size,
-            [Path(name).name for name in names],
-            config.draft_sampling,
-            [self._vocabularies.get(name) for name in names],
-            max_asked=config.max_asked,
-            ngram_sizes=(config.prompt_lookup_min, config.prompt_lookup_max),
-            windows=[_window_of(kind, config) for kind in kinds],
-            costs=[_cost_of(kind, target) if isinstance(kind, ModelRunner) else 0 for kind in kinds],
-        )
+        self._config, self.drafter = config, self._make_drafter(config)
         self.draft_programs = use_draft_programs(self.drafter, target.vocab_size)
         policy = config.speculation_policy
         self._predictor = None if policy is None else load_policy_network(policy, self.drafter)
@@ -205,6 +203,44 @@ class Speculator:
                 )
             self.policy = LoggedPolicy(self.policy, self.drafter, self._step_log.note)
             self._step_log.start(self.policy.tracker)
+
+    def _names(self, config: SpeculativeConfig) -> tuple[str, ...]:
+        """Return the names of the drafters that are active."""
+        return () if config.shape.is_off else tuple(self._kinds if config.drafters is None else config.drafters)
+
+    def _make_drafter(self, config: SpeculativeConfig) -> MergedDrafter | None:
+        """Return the active drafters, merged, with nothing learned yet."""
+        names = self._names(config)
+        kinds, target = [self._kinds[name] for name in names], self._target.loaded
+        return make_drafter(
+            kinds,
+            target.vocab_size,
+            [Path(name).name for name in names],
+            config.draft_sampling,
+            [self._vocabularies.get(name) for name in names],
+            max_asked=config.max_asked,
+            ngram_sizes=(config.prompt_lookup_min, config.prompt_lookup_max),
+            windows=[_window_of(kind, config) for kind in kinds],
+            costs=[_cost_of(kind, target) if isinstance(kind, ModelRunner) else 0 for kind in kinds],
+        )
+
+    def _find_profile(self, costs: CostModel) -> AcceptanceProfile | None:
+        """Return the acceptance of the active drafters that was measured, if any was."""
+        names = self._names(self._config)
+        if names not in self._found:
+            drafter = None if self._profiles is None else self._make_drafter(self._config)
+            if self._profiles is None or drafter is None or any(_is_remote(self._kinds[name]) for name in names):
+                return None
+            is_quick = isinstance(costs.target, Curve) and float(costs.target(_CHECKED_ROWS)) < _MOST_SECONDS
+            self._found[names] = self._profiles.find(drafter, may_measure=is_quick)
+        return self._found[names]
+
+    def keep(self, profile: AcceptanceProfile) -> None:
+        """Expect this acceptance of the active drafters, also in the next 30 days."""
+        assert self._profiles is not None
+        assert self.drafter is not None
+        self._found[self._names(self._config)] = profile
+        self._profiles.kept(self.drafter).write(profile.as_dict())
 
     def make_policy(self, shape: TreeShape, *, fresh: bool = False, learned: bool = True) -> SpeculationPolicy:
         """Return the policy for a tree shape.
@@ -224,7 +260,8 @@ class Speculator:
 
         def auto(costs: CostModel) -> AutoPolicy:
             choice = None if network is None else LearnedChoice(network, costs, drafter)
-            return AutoPolicy(costs, lookups, has_self=has_self, network=choice)
+            profile = self._find_profile(costs) if choice is None else None
+            return AutoPolicy(costs, lookups, has_self=has_self, network=choice, profile=profile, remedy=_remedy(names))
 
         return make_policy(shape, make_costs, drafter.num_drafters, auto)
 
@@ -246,6 +283,18 @@ class Speculator:
         """Close the step log."""
         if self._step_log is not None:
             self._step_log.close()
+
+
+def _remedy(names: Sequence[str]) -> str | None:
+    """Return what to do where drafting with these drafters loses; lookups rest by themselves."""
+    if not any(map(is_model, names)):
+        return None
+    alone = next((name for name in names if name in LOOKUPS), "suffix")
+    return f"leave the drafter out (--drafter none), or name a lookup alone (--drafter {alone})"
+
+
+def _is_remote(kind: str | ModelRunner | RemoteModel) -> bool:
+    return isinstance(kind, RemoteModel)
 
 
 def _make_costs(
