@@ -11,6 +11,7 @@
 #define ROWS_OF_BLOCK 14
 #define REGISTER_BYTES 64
 #define INT_DOTS
+#define DOT_ROWS 6  // whose sums of a group, and of all groups, take 24 of 32 registers
 #define DOTS
 #if defined(__linux__) && (defined(__clang__) || __GNUC__ > 10)
 #define TILES  // used where `has_tiles` is set

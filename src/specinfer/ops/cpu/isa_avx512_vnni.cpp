@@ -9,6 +9,7 @@
 #define ROWS_OF_BLOCK 14
 #define REGISTER_BYTES 64
 #define INT_DOTS
+#define DOT_ROWS 6  // whose sums of a group, and of all groups, take 24 of 32 registers
 #include "isa.h"
 #if defined(__clang__)
 #pragma clang attribute pop

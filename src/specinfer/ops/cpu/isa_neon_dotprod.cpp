@@ -9,6 +9,7 @@
 #define ROWS_OF_BLOCK 3
 #define REGISTER_BYTES 16
 #define INT_DOTS
+#define DOT_ROWS 3
 #define SIGNED_CODES
 #include "isa.h"
 #if defined(__clang__)

@@ -15,9 +15,8 @@ static const int64_t MADE_READY = 512;      // k's of which one thread makes act
 struct Blocks {
     int64_t total, most, count, least, larger;
     bool full;
-    Blocks(int64_t rows, bool tiles)
-        : total(rows), most(tiles ? 32 : ROWS_OF_BLOCK), count((rows + most - 1) / most), least(rows / count),
-          larger(rows % count), full(tiles) {}
+    Blocks(int64_t rows, int64_t most, bool full)
+        : total(rows), most(most), count((rows + most - 1) / most), least(rows / count), larger(rows % count), full(full) {}
     int64_t rows(int64_t block) const {
         return !full ? least + (block < larger) : total - block * most < most ? total - block * most : most;
     }
@@ -83,14 +82,15 @@ static INLINE __m512i pairs_of(const float *x, int64_t inputs, int64_t k, int ty
 static void make_ready(const float *x, int64_t inputs, int64_t rows, int64_t from, int64_t to, int type, bool dots,
                        bool affine, int64_t words, uint32_t *ready, float *scales, int32_t *zeros) {
     if (is_rounded(type)) {
-        const int64_t group = shape_of(type).group, zero = affine ? -1 : shape_of(type).zero;
+        const int64_t group = shape_of(type).group;
+        const int32_t zero = (int32_t)shape_of(type).zero;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t g = from / group; g * group < to; g++) {
                 int8_t codes[64];
                 int32_t sum;
                 const int64_t size = inputs - g * group < group ? inputs - g * group : group;
                 scales[g * rows + r] = quantize(x + r * inputs + g * group, size, group, codes, sum);
-                zeros[g * rows + r] = -sum * (int32_t)zero;
+                zeros[g * rows + r] = affine ? read<int32_t>(&(const float &)(float)sum) : -sum * zero;
                 if (dots)
                     place_words(codes, g * group / 4, group / 4, r, rows, words, ready);
                 else
@@ -164,8 +164,9 @@ LOCAL void linear(const Linear *layer, const float *x, float *y, void *room, int
     const int64_t groups = depth / shape.group, panels = (outputs + WIDTH - 1) / WIDTH;
     const int64_t in_step = !dots ? 1 : is_rounded(type) ? 4 : 2;              // numbers in a word of activations
     const int64_t filled = in_step == 2 ? (depth + 31) / 32 * 32 : depth, steps = filled / in_step;  // as tiles read them
-    const int64_t words = words_of_tile(type, dots, rows);
-    const Blocks blocks(rows, words > 1);
+    const bool tiles = by_tiles(type, dots, rows);
+    const int64_t words = words_together(type, dots, tiles);
+    const Blocks blocks(rows, rows_of_block(type, dots, tiles), tiles);
     // A single block of rows streams through a panel; several take turns on a part of it that stays in cache, and
     // several panels on such a part of many rows. Adapters add to the sums of all rows.
     const int64_t at_once = runs ? blocks.count : ROWS_TOGETHER / blocks.most;
@@ -210,7 +211,7 @@ LOCAL void linear(const Linear *layer, const float *x, float *y, void *room, int
                                          scales + m * groups + g * count, zeros + m * groups + g * count,
                                          layer->scaling, layer->levels, count};
                     float *own = sums + (height * (p - first) + m - blocks.first(b0)) * WIDTH;
-                    kernel_of(type, dots, count, words > 1)(block, place, weight_scales, size, own);
+                    kernel_of(type, dots, count, tiles)(block, place, weight_scales, size, own);
                 }
             }
     };

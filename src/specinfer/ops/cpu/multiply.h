@@ -5,7 +5,7 @@
 static INLINE Floats as_floats(Floats numbers) { return numbers; }
 static INLINE Floats as_floats(Ints numbers) { return converted<Floats>(numbers); }
 
-struct GroupScales {  // of a panel's columns
+struct GroupScales {  // of a panel's columns, in their order
     Floats low, high, low_added, high_added;
 };
 
@@ -48,7 +48,8 @@ struct Ready {
     int64_t pace;
     const uint32_t *x;     // [steps][rows] floats, pairs of bf16 or four int8; of tiles [tiles][rows][words]
     const float *scales;   // [groups][rows]
-    const int32_t *zeros;  // [groups][rows] what the weights' zero point adds to a group's sum, negated; or the sum of x
+    // [groups][rows] what the weights' zero point adds to a group's sum, negated; of affine scales the sum of x, a float.
+    const int32_t *zeros;
     int32_t scaling;
     const uint8_t *levels;  // of codes that are numbers of levels
     int64_t rows;
@@ -58,7 +59,7 @@ struct Ready {
 template <bool AFFINE, class Sum>
 static INLINE void add_scaled_row(const Ready &ready, const GroupScales &scales, int64_t place, Sum low, Sum high,
                                   float *result) {
-    const Floats scale = Floats{} + ready.scales[place], x = Floats{} + (AFFINE ? (float)ready.zeros[place] : 0.0f);
+    const Floats scale = Floats{} + ready.scales[place], x = Floats{} + (AFFINE ? read<float>(ready.zeros + place) : 0.0f);
     const auto add = [&](float *to, Floats sum, Floats own, Floats added) ALWAYS {
         const Floats result = read<Floats>(to);
         write(to, AFFINE ? multiplied_and_added(multiplied_and_added(sum, own, added * x), scale, result)
@@ -103,6 +104,12 @@ struct Sums {
         each<ROWS>([&](auto r) ALWAYS {
             low[r] = read<Floats>(sums + r * WIDTH);
             high[r] = read<Floats>(sums + r * WIDTH + LANES);
+        });
+    }
+    INLINE void store(float *sums) const {
+        each<ROWS>([&](auto r) ALWAYS {
+            write(sums + r * WIDTH, low[r]);
+            write(sums + r * WIDTH + LANES, high[r]);
         });
     }
     INLINE void add(const uint32_t *x, Floats a, Floats b) {
@@ -226,9 +233,8 @@ struct UpperBits {
     Words low = {}, high = {};
     static const bool ANY = BITS == 5 || BITS == 6;
     static const uint32_t MASK = BITS == 6 ? 0x03030303u : 0x01010101u;
-    INLINE void load(Ready &ready, const uint8_t *&panel) {
+    INLINE void load(const uint8_t *&panel) {
         if (!ANY) return;
-        fetch_ahead(ready);
         low = read<Words>(panel);
         high = read<Words>(panel + 64);
         panel += 128;
@@ -253,7 +259,8 @@ struct MultiplyInt {
             Sums<ROWS> sums;
             sums.clear();
             UpperBits<BITS> upper;
-            upper.load(ready, panel);
+            if (upper.ANY) fetch_ahead(ready);
+            upper.load(panel);
             for (int64_t k = 0; k < GROUP; k += BITS == 8 ? 4 : 8, panel += 128) {
                 fetch_ahead(ready);
                 const Words a = read<Words>(panel), b = read<Words>(panel + 64);
@@ -284,14 +291,27 @@ static Multiply of_rows(int64_t rows) {
         return Kernel::template run<ROWS>;
 }
 
-// Words of a row's activations that lie together, as a tile has them; 1 where products are not by tiles.
-static int64_t words_of_tile(int type, bool dots, int64_t rows) {
+static bool by_tiles(int type, bool dots, int64_t rows) {
 #ifdef TILES
-    if (has_tiles && dots && !is_rounded(type)) return 16;
-    if (has_tiles && dots && rows >= FEW_FOR_TILES) return shape_of(type).group / 4;
-#endif
+    return has_tiles && dots && (!is_rounded(type) || rows >= FEW_FOR_TILES);
+#else
     (void)type, (void)dots, (void)rows;
-    return 1;
+    return false;
+#endif
+}
+
+// Words of a row's activations that lie together: those of a group of codes, or of a tile.
+static int64_t words_together(int type, bool dots, bool tiles) {
+    return dots && is_rounded(type) ? shape_of(type).group / 4 : tiles ? 16 : 1;
+}
+
+// Most rows of a block. Those of codes are multiplied a few at a time, see `DotInt`.
+static int64_t rows_of_block(int type, bool dots, bool tiles) {
+#ifdef DOT_ROWS
+    if (!tiles && dots && is_rounded(type)) return 4 * DOT_ROWS;
+#endif
+    (void)type, (void)dots;
+    return tiles ? 32 : ROWS_OF_BLOCK;
 }
 
 static Multiply kernel_of(int type, bool dots, int64_t rows, bool tiles) {
@@ -301,13 +321,13 @@ static Multiply kernel_of(int type, bool dots, int64_t rows, bool tiles) {
 #endif
 #if defined(INT_DOTS) || defined(SHORT_DOTS)
     if (dots) switch (type) {
-            case INT8: return of_rows<DotInt<8, 64>>(rows);
-            case INT4: return of_rows<DotInt<4, 32>>(rows);
-            case INT8_OF_32: return of_rows<DotInt<8, 32>>(rows);
-            case INT6: return of_rows<DotInt<6, 16>>(rows);
-            case INT5: return of_rows<DotInt<5, 32>>(rows);
-            case LEVELS4: return of_rows<DotInt<4, 32, true>>(rows);
-            case LEVELS4_OF_16: return of_rows<DotInt<4, 16, true>>(rows);
+            case INT8: return DotInt<8, 64>::run;
+            case INT4: return DotInt<4, 32>::run;
+            case INT8_OF_32: return DotInt<8, 32>::run;
+            case INT6: return DotInt<6, 16>::run;
+            case INT5: return DotInt<5, 32>::run;
+            case LEVELS4: return DotInt<4, 32, true>::run;
+            case LEVELS4_OF_16: return DotInt<4, 16, true>::run;
         }
 #endif
 #ifdef DOTS

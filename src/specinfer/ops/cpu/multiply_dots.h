@@ -98,60 +98,106 @@ static INLINE Words levels_of(const uint8_t *levels, Words codes) {
 #endif
 }
 
+#endif
+
+#if defined(INT_DOTS) || defined(SHORT_DOTS)
+// Products of codes with rounded activations. The sums of a group are whole numbers, exact in any order.
+//
+// A block's rows are multiplied DOT_ROWS at a time with 256 k's of a panel, which the nearest cache holds for the next
+// ones. Their sums of a group stay in registers; where there are enough, so do those of all groups.
 template <int BITS, int GROUP, bool HAS_LEVELS = false>
 struct DotInt {
-#ifdef SIGNED_CODES
-    static const bool IS_SHIFTED = BITS == 8 || HAS_LEVELS;  // with their upper bit turned they are signed: zero is 0
+    static const bool IS_BYTE = BITS == 8 || HAS_LEVELS;
+    static const int STEPS = GROUP / 4, LINE = 4 * WIDTH;  // LINE: bytes of a step, or of two that share bytes
+    static const int64_t BYTES = GROUP * WIDTH * BITS / 8;
+    // Where the upper bit of codes is turned, they are signed: their zero is 0.
+#if defined(INT_DOTS) && !defined(SIGNED_CODES)
+    static const bool IS_SIGNED = false;
 #else
-    static const bool IS_SHIFTED = false;
+    static const bool IS_SIGNED = IS_BYTE;
 #endif
-    template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *result) {
-        const uint32_t mask = BITS == 8 ? 0xffffffffu : 0x0f0f0f0fu, turned = IS_SHIFTED ? 0x80808080u : 0;
-        // Where sums should start at another zero than that of the codes, they lack 128 or a zero point of each x.
-        const int32_t zero_sums = IS_SHIFTED == is_affine(ready.scaling) ? (IS_SHIFTED ? 128 : 1) : 0;
-        const uint32_t *x = ready.x;
-        for (int64_t g = 0; g < depth / GROUP; g++) {
+
+    struct Inputs {  // of some rows and k's
+        const uint8_t *panel;
+        const uint32_t *x;      // [groups][stride][STEPS]
+        const float *scales;    // [groups][stride]
+        const int32_t *zeros;   // [groups][stride] as in Ready
+        int64_t stride, groups;
+        const GroupScales *columns;  // [groups]
+        const uint8_t *levels;
+    };
+
+    // Whether sums should start at another zero than that of the codes: they lack 128 or the zero point of each x.
+    static constexpr bool starts_at_zero(bool affine) { return IS_SIGNED != affine; }
+
+    template <bool AFFINE>
+    static INLINE int32_t first_sum(const Inputs &inputs, int64_t place) {
+        if (starts_at_zero(AFFINE)) return 0;
+        return AFFINE ? 128 * (int32_t)read<float>(inputs.zeros + place) : inputs.zeros[place];
+    }
+
+    // result += sums of a group times its scales; all are of some columns.
+    template <bool AFFINE, class Vector, class Sum>
+    static INLINE Vector scaled(const Inputs &inputs, int64_t place, Sum sum, Vector own, Vector added, Vector result) {
+        const Vector scale = Vector{} + inputs.scales[place], numbers = converted<Vector>(sum);
+        if (!AFFINE) return multiplied_and_added(numbers, own * scale, result);
+        const Vector x = Vector{} + read<float>(inputs.zeros + place);
+        return multiplied_and_added(multiplied_and_added(numbers, own, added * x), scale, result);
+    }
+
+#ifdef INT_DOTS
+    template <int ROWS, bool AFFINE>
+    static INLINE void add_products(const Inputs &inputs, Ready *ready, float *result) {
+        const uint32_t mask = BITS == 8 ? 0xffffffffu : 0x0f0f0f0fu, turned = IS_SIGNED ? 0x80808080u : 0;
+        const uint8_t *panel = inputs.panel;
+        Sums<ROWS> total;
+        if (WIDE_REGISTERS) total.load(result);
+        for (int64_t g = 0; g < inputs.groups; g++) {
             Ints low[ROWS], high[ROWS];
             each<ROWS>([&](auto r) ALWAYS {
-                low[r] = high[r] = Ints{} + zero_sums * ready.zeros[g * ROWS + r];
+                low[r] = high[r] = Ints{} + first_sum<AFFINE>(inputs, g * inputs.stride + r);
             });
             UpperBits<BITS> upper;
-            upper.load(ready, panel);
-            for (int64_t k = 0; k < GROUP; k += BITS == 8 ? 4 : 8, panel += 128) {
-                fetch_ahead(ready);
+            upper.load(panel);
+            const uint32_t *x = inputs.x + g * inputs.stride * STEPS;
+            for (int64_t k = 0; k < GROUP; k += BITS == 8 ? 4 : 8, panel += LINE) {
+                if (ready) fetch_ahead(*ready);
                 const Words a = read<Words>(panel), b = read<Words>(panel + 64);
 #pragma GCC unroll 2
-                for (int half = 0; half < (BITS == 8 ? 1 : 2); half++, x += ROWS) {
+                for (int half = 0; half < (BITS == 8 ? 1 : 2); half++, x++) {
                     Words c = a >> half * 4 & mask, d = b >> half * 4 & mask;
                     upper.put(c, d);
                     if (HAS_LEVELS) {
-                        c = levels_of(ready.levels, c);
-                        d = levels_of(ready.levels, d);
+                        c = levels_of(inputs.levels, c);
+                        d = levels_of(inputs.levels, d);
                     }
                     c ^= turned;
                     d ^= turned;
                     each<ROWS>([&](auto r) ALWAYS {
-                        const Ints value = Ints{} + (int32_t)x[r];
+                        const Ints value = Ints{} + (int32_t)x[r * STEPS];
                         add_dots(low[r], value, c);
                         add_dots(high[r], value, d);
                     });
                 }
             }
-            __builtin_prefetch(scales + scale_bytes(ready.scaling, GROUP, NEST) * g / (NEST / GROUP) + 1024);
-            asm volatile("" ::: "memory");  // the sums so far stay in memory: registers are for this group's
-            add_scaled<ROWS>(ready, scales_of(scales, ready.scaling, g, GROUP), g, low, high, result);
+            const GroupScales &columns = inputs.columns[g];
+            if (!WIDE_REGISTERS) asm volatile("" ::: "memory");  // registers are for the sums of a group
+            each<ROWS>([&](auto r) ALWAYS {
+                float *place = result + r * WIDTH;
+                const auto add = [&](auto sum, Floats own, Floats added, Floats &kept, float *place) ALWAYS {
+                    const Floats before = WIDE_REGISTERS ? kept : read<Floats>(place);
+                    kept = scaled<AFFINE>(inputs, g * inputs.stride + r, sum, own, added, before);
+                    if (!WIDE_REGISTERS) write(place, kept);
+                };
+                add(low[r], columns.low, columns.low_added, total.low[r], place);
+                add(high[r], columns.high, columns.high_added, total.high[r], place + LANES);
+            });
         }
+        if (WIDE_REGISTERS) total.store(result);
     }
-};
-#endif
-
-#ifdef SHORT_DOTS
-// The same where instructions add products of bytes to 16 bits: as many as there is room for, before they are widened.
-template <int BITS, int GROUP, bool HAS_LEVELS = false>
-struct DotInt {
-    static const bool IS_BYTE = BITS == 8 || HAS_LEVELS;
-    static const int STEPS = GROUP / 4, IN_ROOM = IS_BYTE ? 1 : BITS == 6 ? 2 : BITS == 5 ? 4 : 8;
+#else
+    // Products of bytes are added to 16 bits: as many as there is room for, before they are widened.
+    static const int IN_ROOM = IS_BYTE ? 1 : BITS == 6 ? 2 : BITS == 5 ? 4 : 8;
 
     // Spelled out: compilers would load them all before the first is needed.
     static INLINE __m256i spread(const uint32_t *x) {
@@ -162,7 +208,7 @@ struct DotInt {
 
     // The codes of step `i` of a group, and of the 8 columns at `place`, as bytes.
     static INLINE __m256i codes_at(const uint8_t *place, int i, __m256i levels) {
-        const auto load = [&](int64_t line) ALWAYS { return _mm256_loadu_si256((const __m256i *)(place + line * 128)); };
+        const auto load = [&](int64_t line) ALWAYS { return _mm256_loadu_si256((const __m256i *)(place + line * LINE)); };
         if (BITS == 8) return load(i);
         const __m256i both = load((UpperBits<BITS>::ANY ? 1 : 0) + i / 2);
         __m256i codes = _mm256_and_si256(i % 2 ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
@@ -174,9 +220,9 @@ struct DotInt {
         return HAS_LEVELS ? _mm256_shuffle_epi8(levels, codes) : codes;
     }
 
-    // sums [ROWS][COUNT] of a group += its products with the columns of COUNT registers at `place`.
+    // sums [ROWS][COUNT] of a group: its products with the columns of COUNT registers at `place`.
     template <int ROWS, int COUNT>
-    static INLINE void add_group(const uint32_t *x, const uint8_t *place, __m256i levels, __m256i *sums) {
+    static INLINE void multiply_group(const uint32_t *x, const uint8_t *place, __m256i levels, __m256i *sums) {
         each<STEPS / IN_ROOM>([&](auto part) ALWAYS {
             __m256i some[ROWS * COUNT];
             each<IN_ROOM>([&](auto i) ALWAYS {
@@ -189,7 +235,7 @@ struct DotInt {
                     sizes[j] = _mm256_abs_epi8(codes[j]);
                 });
                 each<ROWS>([&](auto r) ALWAYS {
-                    const __m256i value = spread(x + step * ROWS + r);
+                    const __m256i value = spread(x + r * STEPS + step);
                     each<COUNT>([&](auto j) ALWAYS {
                         __m256i &sum = some[r * COUNT + j];
                         const __m256i turned = IS_BYTE ? _mm256_sign_epi8(value, codes[j]) : value;
@@ -200,36 +246,64 @@ struct DotInt {
                 });
             });
             each<ROWS * COUNT>([&](auto i) ALWAYS {
-                sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(some[i], _mm256_set1_epi16(1)));
+                const __m256i wide = _mm256_madd_epi16(some[i], _mm256_set1_epi16(1));
+                sums[i] = part == 0 ? wide : _mm256_add_epi32(sums[i], wide);
             });
         });
     }
 
-    template <int ROWS>
-    static void run(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *result) {
-        constexpr int COUNT = ROWS <= 3 ? 2 : 1;
-        const int64_t bytes = GROUP * WIDTH * BITS / 8;
-        const bool affine = is_affine(ready.scaling);
-        const __m128i own = HAS_LEVELS ? _mm_loadu_si128((const __m128i *)ready.levels) : _mm_setzero_si128();
-        const __m256i levels = _mm256_broadcastsi128_si256(own);
-        // Of bytes, which are signed here, 128 is zero: sums that should start at another zero lack 128 of each x.
-        const int32_t zero_sums = IS_BYTE == affine ? (IS_BYTE ? 128 : 1) : 0;
-        const uint32_t *x = ready.x;
-        for (int64_t g = 0; g < depth / GROUP; g++, panel += bytes, x += STEPS * ROWS) {
-            for (int64_t i = 0; i < bytes; i += 128) fetch_ahead(ready);
-            Ints low[ROWS], high[ROWS];
-            each<WIDTH / REGISTER / COUNT>([&](auto turn) ALWAYS {
+    template <int ROWS, bool AFFINE>
+    static INLINE void add_products(const Inputs &inputs, Ready *ready, float *result) {
+        constexpr int COUNT = ROWS <= 2 ? 4 : SHORT_COUNT;
+        const __m128i table = HAS_LEVELS ? _mm_loadu_si128((const __m128i *)inputs.levels) : _mm_setzero_si128();
+        const __m256i levels = _mm256_broadcastsi128_si256(table);
+        for (int64_t g = 0; g < inputs.groups; g++) {
+            const uint8_t *panel = inputs.panel + g * BYTES;
+            if (ready) for (int64_t i = 0; i < BYTES; i += LINE) fetch_ahead(*ready);
+            const float *own = (const float *)(inputs.columns + g);
+            each<WIDTH / REGISTER / COUNT>([&](auto number) ALWAYS {
+                constexpr int64_t turn = number * COUNT;
                 __m256i sums[ROWS * COUNT];
-                each<ROWS * COUNT>([&](auto i) ALWAYS {
-                    sums[i] = _mm256_set1_epi32(zero_sums * ready.zeros[g * ROWS + i / COUNT]);
-                });
-                add_group<ROWS, COUNT>(x, panel + turn * COUNT * 32, levels, sums);
-                each<ROWS * COUNT>([&](auto i) ALWAYS {
-                    constexpr int number = turn * COUNT + i % COUNT;
-                    (number < 2 ? low : high)[i / COUNT].part[number % 2] = (Ints::Part)sums[i];
+                multiply_group<ROWS, COUNT>(inputs.x + g * inputs.stride * STEPS, panel + turn * 32, levels, sums);
+                each<ROWS>([&](auto r) ALWAYS {
+                    const int64_t at = g * inputs.stride + r;
+                    const RegisterInts first = RegisterInts{} + first_sum<AFFINE>(inputs, at);
+                    each<COUNT>([&](auto j) ALWAYS {
+                        const int64_t column = (turn + j) * REGISTER;
+                        float *to = result + r * WIDTH + column;
+                        const RegisterInts sum = (RegisterInts)sums[r * COUNT + j];
+                        write(to, scaled<AFFINE>(inputs, at, starts_at_zero(AFFINE) ? sum : sum + first, read<Register>(own + column),
+                                                 read<Register>(own + WIDTH + column), read<Register>(to)));
+                    });
                 });
             });
-            add_scaled<ROWS>(ready, scales_of(scales, ready.scaling, g, GROUP), g, low, high, result);
+        }
+    }
+#endif
+
+    // The rows are as many as ROWS, or fewer.
+    template <int ROWS>
+    static INLINE void add_rows(int64_t rows, const Inputs &inputs, bool affine, Ready *ready, float *result) {
+        if constexpr (ROWS > 1)
+            if (rows < ROWS) return add_rows<ROWS - 1>(rows, inputs, affine, ready, result);
+        affine ? add_products<ROWS, true>(inputs, ready, result) : add_products<ROWS, false>(inputs, ready, result);
+    }
+
+    static void run(Ready ready, const uint8_t *panel, const uint8_t *scales, int64_t depth, float *result) {
+        const bool affine = is_affine(ready.scaling);
+        const int64_t rows = ready.rows, parts = (rows + DOT_ROWS - 1) / DOT_ROWS;
+        for (int64_t k = 0; k < depth; k += NEST) {
+            const int64_t first = k / GROUP, groups = (depth - k < NEST ? depth - k : NEST) / GROUP;
+            GroupScales columns[NEST / GROUP];
+            __builtin_prefetch(scales + scale_bytes(ready.scaling, GROUP, k) + 1024);
+            for (int64_t g = 0; g < groups; g++) columns[g] = scales_of(scales, ready.scaling, first + g, GROUP);
+            for (int64_t part = 0, r = 0; part < parts; part++) {
+                const int64_t count = (rows - r) / (parts - part), place = first * rows + r;
+                const Inputs inputs = {panel + first * BYTES, ready.x + k / 4 * rows + r * STEPS, ready.scales + place, ready.zeros + place,
+                                       rows, groups, columns, ready.levels};
+                add_rows<DOT_ROWS>(count, inputs, affine, part ? nullptr : &ready, result + r * WIDTH);
+                r += count;
+            }
         }
     }
 };

@@ -71,7 +71,8 @@ struct TilesInt {
     // codes [WORDS][WIDTH][4] of a group, from `panel` on, which is moved to the next group.
     static INLINE void spread(Ready &ready, const uint8_t *&panel, uint8_t *codes) {
         UpperBits<BITS> upper;
-        upper.load(ready, panel);
+        if (upper.ANY) fetch_ahead(ready);
+        upper.load(panel);
         for (int64_t k = 0; k < GROUP; k += 8, panel += 128) {
             fetch_ahead(ready);
             const Words a = read<Words>(panel), b = read<Words>(panel + 64);

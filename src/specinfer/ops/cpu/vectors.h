@@ -157,7 +157,13 @@ static INLINE Register register_from_fp16(RegisterWords bits) {
 }
 
 static INLINE Register register_from_fp16(const uint16_t *place) {
+#if REGISTER_BYTES == 64
+    return (Register)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)place));
+#elif REGISTER_BYTES == 32
+    return (Register)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)place));
+#else
     return register_from_fp16(register_widened<RegisterWords>(place));
+#endif
 }
 
 // The same of 16 numbers. body(first of a register's).
