@@ -1,4 +1,4 @@
-"""Peak rates of a device, in bytes and floating-point operations per second, measured in the run that uses them.
+"""Peak rates of a device, in bytes and operations per second, measured in the run that uses them.
 
 On a GPU, the bytes are those that a copy reads and writes, timed on the device itself. On a CPU, memory is only read,
 in the fastest way for that CPU (`Bandwidth`).
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from specinfer.ops.cpu.peak import multiply_adds_per_second
 
 NUM_BYTES = 2**30  # far more than any cache holds
 _COLUMNS = 2**14
@@ -76,20 +78,28 @@ class Ceilings:
     Attributes:
         bytes_per_second: Memory bandwidth.
         flops_per_second: Rate of products of large random matrices in the computation dtype.
+        code_products_per_second: Multiply-adds of 4-bit codes on a CPU, without loads; None on a GPU.
     """
 
     bytes_per_second: float
     flops_per_second: float
+    code_products_per_second: float | None = None
 
     def seconds(self, num_bytes: float, num_flops: float) -> float:
         """Return the least time of work that reads `num_bytes` and computes `num_flops` at the same time."""
         return max(num_bytes / self.bytes_per_second, num_flops / self.flops_per_second)
 
     def as_dict(self) -> dict[str, float]:
-        return {"gb_per_s": self.bytes_per_second / 1e9, "tflop_per_s": self.flops_per_second / 1e12}
+        rates = {"gb_per_s": self.bytes_per_second / 1e9, "tflop_per_s": self.flops_per_second / 1e12}
+        if self.code_products_per_second is not None:
+            rates["giga_code_products_per_s"] = self.code_products_per_second / 1e9
+        return rates
 
     def __str__(self) -> str:
-        return f"{self.bytes_per_second / 1e9:,.4g} GB/s, {self.flops_per_second / 1e12:,.3g} TFLOP/s"
+        rates = f"{self.bytes_per_second / 1e9:,.4g} GB/s, {self.flops_per_second / 1e12:,.3g} TFLOP/s"
+        if self.code_products_per_second is None:
+            return rates
+        return f"{rates}, {self.code_products_per_second / 1e9:,.0f} G multiply-adds of 4-bit codes/s"
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
@@ -104,7 +114,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     if is_gpu:
         del one, other, product
         torch.cuda.empty_cache()
-    return Ceilings(rate, 2 * side**3 / seconds)
+    return Ceilings(rate, 2 * side**3 / seconds, None if is_gpu else multiply_adds_per_second())
 
 
 def _copy_rate(device: torch.device) -> float:

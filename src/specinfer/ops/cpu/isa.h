@@ -27,7 +27,9 @@ namespace ISA {
 #if ISA_PART == 0 || ISA_PART == 1
 #include "multiply.h"
 #include "linear.h"
+#include "peak.h"
 #else
+int64_t multiply_from_registers(int64_t steps, float *result);
 void linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int32_t ending, const Runs *runs,
             int threads);
 void add_low_rank(int64_t number, int64_t inputs, int64_t outputs, const float *x, float *y, const Runs *runs,
@@ -48,7 +50,7 @@ void attend(const Attention *layer, const Pieces *pieces, const float *queries, 
 #include "experts.h"
 #include "decoder.h"
 extern const Native native = {ISA_NAME, linear, add_low_rank, norm<>, rotate, attend, mix, decode, choose, noise_of, most_probable,
-                              walk, walk_stochastic, convolve, recur};
+                              walk, walk_stochastic, convolve, recur, multiply_from_registers};
 #ifdef TILES
 extern const bool knows_tiles = true;
 #else

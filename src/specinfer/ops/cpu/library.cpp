@@ -256,6 +256,11 @@ PUBLIC void specinfer_rows(const Linear *layer, const int64_t *rows, float *resu
     unpack_rows(layer, rows, result, count, threads);
 }
 
+// Multiply-adds of one core in so many steps, see peak.h; result: room for 16 numbers.
+PUBLIC int64_t specinfer_multiply(int64_t steps, float *result) {
+    return native->multiply_from_registers(steps, result);
+}
+
 PUBLIC void specinfer_linear(const Linear *layer, const float *x, float *y, void *room, int64_t rows, int ending,
                              const Runs *runs, int threads) {
     native->linear(layer, x, y, room, rows, ending, runs, threads);

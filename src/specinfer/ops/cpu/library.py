@@ -16,7 +16,7 @@ import torch
 from specinfer.core.errors import NativeCodeError
 from specinfer.core.systems import call_c, usable_cpus
 
-_LAYOUT = 33  # version of structures and functions, as in types.h
+_LAYOUT = 34  # version of structures and functions, as in types.h
 _CPUS_HOLD = 5.0  # seconds
 _REMEDY = "install the package again: from a wheel, or with a C++17 compiler (apt install g++, xcode-select --install)"
 _bytes_of: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
@@ -44,6 +44,8 @@ def library() -> ctypes.CDLL:
         loaded.specinfer_use.argtypes = [ctypes.c_char_p]
         loaded.specinfer_move.argtypes = [number, pointer, pointer, size, size, size, number, number]
         loaded.specinfer_rows.argtypes = [pointer] * 3 + [size, number]
+        loaded.specinfer_multiply.argtypes = [size, pointer]
+        loaded.specinfer_multiply.restype = size
         loaded.specinfer_linear.argtypes = [pointer] * 4 + [size, number, pointer, number]
         loaded.specinfer_add_low_rank.argtypes = [size] * 3 + [pointer] * 3 + [size, number]
         loaded.specinfer_norm.argtypes = [pointer] * 3 + [size, size, ctypes.c_float, number]

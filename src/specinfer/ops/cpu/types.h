@@ -18,7 +18,7 @@ static const int64_t LANES = 16;
 static const int64_t WIDTH = 32;  // columns (outputs) of a panel of weights; as in scales.py
 
 // To be raised, here and in library.py, when what follows or a function of library.cpp changes.
-static const int LAYOUT = 33;
+static const int LAYOUT = 34;
 
 enum Type { FP32, BF16, FP16, INT8, INT4, INT8_OF_32, INT6, INT5, LEVELS4, FP8, E5M2, LEVELS4_OF_16 };  // as in panels.py, attention.py
 // How the scales of groups are stored; as in scales.py. Nested ones are whole numbers times scales of 256 inputs.
@@ -355,6 +355,7 @@ struct Native {
     void (*walk_stochastic)(const StochasticWalks *, int threads);
     void (*convolve)(const Convolution *, const int64_t *paths, float *result, int64_t tokens, int threads);
     void (*recur)(const Recurrence *, const Scan *, float *mixed, float *rates, float *result, int threads);
+    int64_t (*multiply_from_registers)(int64_t steps, float *result);
 };
 
 // 64-byte aligned memory, on every platform.
