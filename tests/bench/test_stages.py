@@ -115,7 +115,8 @@ def test_ceilings_are_what_memory_and_products_gave(monkeypatch: pytest.MonkeyPa
     assert ceilings.bytes_per_second == 7.0
     assert 1e6 < ceilings.flops_per_second < 1e15
     assert ceilings.seconds(14.0, 0) == 2.0
-    assert ceilings.seconds(0, 3 * ceilings.flops_per_second) == pytest.approx(3.0)
+    assert Ceilings(7.0, 5.0).seconds(0, 15.0) == 3.0
+    assert Ceilings(7.0, 5.0, code_products_per_second=10.0).seconds(0, 40.0) == 2.0  # a multiply-add is two operations
     assert ceilings.code_products_per_second is not None
     assert 1e9 < ceilings.code_products_per_second < 1e14
     assert str(Ceilings(4.3e12, 7.88e14)) == "4,300 GB/s, 788 TFLOP/s"

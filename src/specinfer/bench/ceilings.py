@@ -77,7 +77,8 @@ class Ceilings:
 
     Attributes:
         bytes_per_second: Memory bandwidth.
-        flops_per_second: Rate of products of large random matrices in the computation dtype.
+        flops_per_second: Rate of products of large random matrices in the computation dtype; on a CPU in float32 if
+            that is faster, because native kernels widen types that have no instructions.
         code_products_per_second: Multiply-adds of 4-bit codes on a CPU, without loads; None on a GPU.
     """
 
@@ -87,7 +88,8 @@ class Ceilings:
 
     def seconds(self, num_bytes: float, num_flops: float) -> float:
         """Return the least time of work that reads `num_bytes` and computes `num_flops` at the same time."""
-        return max(num_bytes / self.bytes_per_second, num_flops / self.flops_per_second)
+        rate = max(self.flops_per_second, 2 * (self.code_products_per_second or 0.0))
+        return max(num_bytes / self.bytes_per_second, num_flops / rate)
 
     def as_dict(self) -> dict[str, float]:
         rates = {"gb_per_s": self.bytes_per_second / 1e9, "tflop_per_s": self.flops_per_second / 1e12}
@@ -104,17 +106,20 @@ class Ceilings:
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Measure the peak rates of a device. This takes at most a second, and some GiB that are freed afterwards."""
-    is_gpu = device.type == "cuda"
-    side = _GPU_SIDE if is_gpu else _CPU_SIDE
-    source = torch.Generator(device).manual_seed(0)
-    one, other = (torch.randn(side, side, device=device, generator=source).to(dtype) for _ in range(2))
-    product = torch.empty_like(one)
-    seconds = _seconds(device, lambda: torch.mm(one, other, out=product))
-    rate = _copy_rate(device) if is_gpu else _read_rate(device)
-    if is_gpu:
-        del one, other, product
+    if device.type == "cuda":
+        flops = _product_rate(device, dtype, _GPU_SIDE)
         torch.cuda.empty_cache()
-    return Ceilings(rate, 2 * side**3 / seconds, None if is_gpu else multiply_adds_per_second())
+        return Ceilings(_copy_rate(device), flops)
+    flops = max(_product_rate(device, each, _CPU_SIDE) for each in {dtype, torch.float32})
+    return Ceilings(_read_rate(device), flops, multiply_adds_per_second())
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    """Return the floating-point operations per second of a product of random matrices [side, side]."""
+    source = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(side, side, device=device, generator=source).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    return 2 * side**3 / _seconds(device, lambda: torch.mm(left, right, out=product))
 
 
 def _copy_rate(device: torch.device) -> float:

@@ -254,7 +254,7 @@ struct DotInt {
 
     template <int ROWS, bool AFFINE>
     static INLINE void add_products(const Inputs &inputs, Ready *ready, float *result) {
-        constexpr int COUNT = ROWS <= 2 ? 4 : SHORT_COUNT;
+        constexpr int COUNT = SHORT_COUNT;
         const __m128i table = HAS_LEVELS ? _mm_loadu_si128((const __m128i *)inputs.levels) : _mm_setzero_si128();
         const __m256i levels = _mm256_broadcastsi128_si256(table);
         for (int64_t g = 0; g < inputs.groups; g++) {
