@@ -24,7 +24,7 @@ from specinfer.bench.acceptance_plans import MODES, PLANS, paper_widths
 from specinfer.bench.acceptance_report import SAME_TIME, TOP, Counted, Counts, HitRates, Row, Setup
 from specinfer.bench.acceptance_time import most_nodes, same_time_rows
 from specinfer.bench.models import Models, find_models
-from specinfer.bench.options import precision_of
+from specinfer.bench.options import load_options_of
 from specinfer.bench.prompts import find_prompts
 from specinfer.core.config import SpeculativeConfig
 from specinfer.core.lookups import LOOKUPS
@@ -114,7 +114,7 @@ def _load(config: AcceptanceConfig, models: Models, drafters: dict[str, str], lo
         models.target,
         drafters=tuple(drafters),
         tree="1",  # a placeholder: every arm sets its own tree
-        **precision_of(config, config.dtype),
+        **load_options_of(config, config.dtype),
         device=config.device,
         max_model_len=longest + config.max_tokens,
         # All prompts run together. The cache adds 64 slots per sequence: with more sequences it holds every tree.

@@ -79,29 +79,29 @@ class Ceilings:
         bytes_per_second: Memory bandwidth.
         flops_per_second: Rate of products of large random matrices in the computation dtype; on a CPU in float32 if
             that is faster, because native kernels widen types that have no instructions.
-        code_products_per_second: Multiply-adds of 4-bit codes on a CPU, without loads; None on a GPU.
+        code_ops_per_second: Rate of a CPU's products of 4-bit codes without loads, two operations each; None on a GPU.
     """
 
     bytes_per_second: float
     flops_per_second: float
-    code_products_per_second: float | None = None
+    code_ops_per_second: float | None = None
 
     def seconds(self, num_bytes: float, num_flops: float) -> float:
         """Return the least time of work that reads `num_bytes` and computes `num_flops` at the same time."""
-        rate = max(self.flops_per_second, 2 * (self.code_products_per_second or 0.0))
+        rate = max(self.flops_per_second, self.code_ops_per_second or 0.0)
         return max(num_bytes / self.bytes_per_second, num_flops / rate)
 
     def as_dict(self) -> dict[str, float]:
         rates = {"gb_per_s": self.bytes_per_second / 1e9, "tflop_per_s": self.flops_per_second / 1e12}
-        if self.code_products_per_second is not None:
-            rates["giga_code_products_per_s"] = self.code_products_per_second / 1e9
+        if self.code_ops_per_second is not None:
+            rates["top_per_s_of_codes"] = self.code_ops_per_second / 1e12
         return rates
 
     def __str__(self) -> str:
         rates = f"{self.bytes_per_second / 1e9:,.4g} GB/s, {self.flops_per_second / 1e12:,.3g} TFLOP/s"
-        if self.code_products_per_second is None:
+        if self.code_ops_per_second is None:
             return rates
-        return f"{rates}, {self.code_products_per_second / 1e9:,.0f} G multiply-adds of 4-bit codes/s"
+        return f"{rates}, {self.code_ops_per_second / 1e12:,.3g} TOP/s of codes"
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
@@ -111,7 +111,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
         torch.cuda.empty_cache()
         return Ceilings(_copy_rate(device), flops)
     flops = max(_product_rate(device, each, _CPU_SIDE) for each in {dtype, torch.float32})
-    return Ceilings(_read_rate(device), flops, multiply_adds_per_second())
+    return Ceilings(_read_rate(device), flops, 2 * multiply_adds_per_second())
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:

@@ -16,7 +16,7 @@ import torch
 from specinfer.bench.ceilings import measure_ceilings
 from specinfer.bench.comparisons import Compared, Comparison
 from specinfer.bench.models import Models, dtype_of, find_models
-from specinfer.bench.options import PLAIN, CompareConfig, precision_of, rotated
+from specinfer.bench.options import PLAIN, CompareConfig, load_options_of, rotated
 from specinfer.bench.prompts import PromptSet, find_prompts, kinds_for
 from specinfer.bench.results import Arm, Run
 from specinfer.bench.stages import Roofline
@@ -184,7 +184,7 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[li
         models.target,
         drafters=models.drafters,
         tree="1",  # only until each arm sets its own policy
-        **precision_of(config, dtype),
+        **load_options_of(config, dtype),
         select=config.select,
         verification=config.verification,
         speculation_policy=config.speculation_policy,

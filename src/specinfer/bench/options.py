@@ -11,10 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 from specinfer.core.config import (
     DTYPES,
-    KV_CACHE_DTYPES,
     OffloadConfig,
     check_device,
-    check_quantization,
     parse_select,
 )
 from specinfer.core.options import check_settings, parse_size, setting, setting_of
@@ -80,6 +78,8 @@ class CompareConfig:
     dtype: str = setting_of(EngineArgs, "dtype")
     quantization: str | None = setting_of(EngineArgs, "quantization")
     drafter_quantization: str | None = setting_of(EngineArgs, "drafter_quantization")
+    drafter_token_map: int | str | Path = setting_of(EngineArgs, "drafter_token_map")
+    drafter_window: str = setting_of(EngineArgs, "drafter_window")
     kv_cache_dtype: str = setting_of(EngineArgs, "kv_cache_dtype")
     select: str = setting_of(EngineArgs, "select")
     verification: str = setting_of(EngineArgs, "verification")
@@ -217,34 +217,28 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
 
 
-class HasPrecision(Protocol):
-    """Options of the precision of the models that a measurement loads, as `LLM` has them."""
+class HasLoadOptions(Protocol):
+    """Options of the models that a measurement loads, as `LLM` has them."""
 
-    @property
-    def dtype(self) -> str: ...
     @property
     def quantization(self) -> str | None: ...
     @property
     def drafter_quantization(self) -> str | None: ...
     @property
+    def drafter_token_map(self) -> int | str | Path: ...
+    @property
+    def drafter_window(self) -> str: ...
+    @property
     def kv_cache_dtype(self) -> str: ...
 
 
-def check_models(options: HasPrecision) -> None:
-    check_dtype(options.dtype)
-    check_quantization("quantization", options.quantization)
-    check_quantization("drafter_quantization", options.drafter_quantization)
-    if options.kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {options.kv_cache_dtype!r}")
-
-
-def precision_of(options: HasPrecision, dtype: str) -> dict[str, Any]:
+def load_options_of(options: HasLoadOptions, dtype: str) -> dict[str, Any]:
     """Return these options as arguments of `LLM`.
 
     Args:
         dtype: The type that the models are loaded in, which grown ones decide.
     """
-    same = ("quantization", "drafter_quantization", "kv_cache_dtype")
+    same = ("quantization", "drafter_quantization", "drafter_token_map", "drafter_window", "kv_cache_dtype")
     return {"dtype": dtype} | {name: getattr(options, name) for name in same}
 
 

@@ -18,7 +18,7 @@ import torch
 
 from specinfer.bench.loop import Prepare
 from specinfer.bench.models import Models, find_models
-from specinfer.bench.options import PLAIN, precision_of
+from specinfer.bench.options import PLAIN, load_options_of
 from specinfer.bench.serve_load import PATHS, Turn, arrivals, at_rate, schedule, send_all, send_alone, send_one
 from specinfer.bench.serve_options import ServeConfig
 from specinfer.bench.serve_page import serve_page
@@ -103,9 +103,9 @@ def _server(config: ServeConfig, models: Models | None, dtype: str) -> Iterator[
     flags += ["--max-num-seqs", str(config.max_num_seqs), "--max-num-queued-reqs", str(config.num_prompts)]
     flags += ["--max-tree-nodes", str(MAX_TREE_NODES)]
     flags += ["--device", config.device, "--served-model-name", Path(str(config.model)).name]
-    for name, value in precision_of(config, dtype).items():
+    for name, value in load_options_of(config, dtype).items():
         if value is not None:
-            flags += [f"--{name.replace('_', '-')}", value]
+            flags += [f"--{name.replace('_', '-')}", str(value)]
     with running_server(str(models.target), flags) as address:
         yield address
 
@@ -231,7 +231,7 @@ def _measure_overhead(
 ) -> Overhead:
     """Compare streaming over HTTP with the same process, alternating, with plain decoding: one event for each token."""
     added, first, local = [], [], []
-    with LLM(model, drafters=[], tree="off", device=config.device, **precision_of(config, dtype)) as llm:
+    with LLM(model, drafters=[], tree="off", device=config.device, **load_options_of(config, dtype)) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens, ignore_eos=True)
         with closing(HTTPConnection(urlsplit(address.url).netloc)) as connection:
             for number in range(-1, len(prompts)):

@@ -77,6 +77,8 @@ class PlanConfig:
     dtype: str = setting_of(EngineArgs, "dtype")
     quantization: str | None = setting_of(EngineArgs, "quantization")
     drafter_quantization: str | None = setting_of(EngineArgs, "drafter_quantization")
+    drafter_token_map: int | str | Path = setting_of(EngineArgs, "drafter_token_map")
+    drafter_window: str = setting_of(EngineArgs, "drafter_window")
     kv_cache_dtype: str = setting_of(EngineArgs, "kv_cache_dtype")
     device: str = setting(
         "auto",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from specinfer.bench.models import Models, find_models
-from specinfer.bench.options import precision_of
+from specinfer.bench.options import load_options_of
 from specinfer.bench.prompts import PromptSet, find_prompts, kinds_for
 from specinfer.core.config import OffloadConfig
 from specinfer.llm import LLM
@@ -113,7 +113,7 @@ def _survey(config: PlanConfig, models: Models, progress: StageBar) -> Iterator[
         models.target,
         drafters=models.drafters,
         tree="1",
-        **precision_of(config, config.dtype),
+        **load_options_of(config, config.dtype),
         device=config.device,
         offload=config.offload,
         memory_budget=config.memory_budget,
