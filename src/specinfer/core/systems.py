@@ -27,7 +27,7 @@ def stop_signals() -> tuple[int, ...]:
 def call_c(name: str, *arguments: int) -> None:
     """Call a function of the C library or of another library of this process; do nothing where there is none."""
     if (function := _c_function(name)) is not None:
-        function(*arguments)
+        function(*map(ctypes.c_ssize_t, arguments))  # addresses do not fit into an int
 
 
 @cache

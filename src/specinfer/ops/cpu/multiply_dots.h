@@ -295,7 +295,8 @@ struct DotInt {
         for (int64_t k = 0; k < depth; k += NEST) {
             const int64_t first = k / GROUP, groups = (depth - k < NEST ? depth - k : NEST) / GROUP;
             GroupScales columns[NEST / GROUP];
-            __builtin_prefetch(scales + scale_bytes(ready.scaling, GROUP, k) + 1024);
+            const uint8_t *ahead = scales + scale_bytes(ready.scaling, GROUP, k) + 1024;
+            for (int64_t i = 0; i < scale_bytes(ready.scaling, GROUP, NEST); i += 64) __builtin_prefetch(ahead + i);
             for (int64_t g = 0; g < groups; g++) columns[g] = scales_of(scales, ready.scaling, first + g, GROUP);
             for (int64_t part = 0, r = 0; part < parts; part++) {
                 const int64_t count = (rows - r) / (parts - part), place = first * rows + r;

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specinfer.ops.cpu.huge_pages import zeros_on_huge_pages
 from specinfer.ops.cpu.library import call, describe, library
 from specinfer.ops.float8 import LEVELS
 from specinfer.ops.quantized_weight import ZEROS, QuantizedWeight
@@ -94,7 +95,7 @@ class Panels:
         assert kind < INT8 or weight.shape[1] == depth  # codes are whole groups
         # Weights on the meta device, which are read later, make panels on the meta device.
         place = torch.device("meta" if weight.is_meta else "cpu")
-        packed = torch.zeros(size * _BITS.get(kind, 8) // 8, dtype=weight.dtype, device=place)
+        packed = zeros_on_huge_pages(size * _BITS.get(kind, 8) // 8, weight.dtype, place)
         if not weight.is_meta:
             _move(kind, packed, weight.contiguous(), depth, packs=True)
         if bias is not None:
