@@ -208,12 +208,10 @@ class Metrics:
         ):
             yield self._families.gauge(name, help, level)
         speedup = engine.llm.engine.policy.speedup
-        if speedup is not None:
-            ratios = {"expected": speedup.expected}
-            if speedup.measured is not None:
-                ratios["measured"] = speedup.measured
-            help = "Speed of decoding over that of plain decoding: expected at start, and measured since then."
-            yield self._families.gauge("spec_decode_speedup", help, ratios, "kind")
+        known = {} if speedup is None else {"expected": speedup.expected, "measured": speedup.measured}
+        ratios = {kind: ratio for kind, ratio in known.items() if ratio is not None}
+        help = "Speed of decoding over that of plain decoding: expected at start, and measured since then."
+        yield self._families.gauge("spec_decode_speedup", help, ratios, "kind")
         for name, help, value in (
             ("prompt_tokens", "Tokens of prompts that were read, with cached ones.", totals.num_prompt_tokens),
             ("prompt_tokens_cached", "Of those, cached ones.", totals.num_cached_tokens),

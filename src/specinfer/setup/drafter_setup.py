@@ -1,6 +1,7 @@
 """The drafters that were loaded for a target, and the policy that sets how much they propose."""
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -257,10 +258,12 @@ class Speculator:
         lookups = LOOKUPS.keys() & names if any(map(is_model, names)) else ()
         has_self = any(map(is_self, names))
         drafter, network = self.drafter, self._predictor if learned else None
+        find_profile = weakref.WeakMethod(self._find_profile)  # the policy, which keeps `auto`, is an attribute of self
 
         def auto(costs: CostModel) -> AutoPolicy:
             choice = None if network is None else LearnedChoice(network, costs, drafter)
-            profile = self._find_profile(costs) if choice is None else None
+            find = find_profile() if choice is None else None
+            profile = None if find is None else find(costs)
             return AutoPolicy(costs, lookups, has_self=has_self, network=choice, profile=profile, remedy=_remedy(names))
 
         return make_policy(shape, make_costs, drafter.num_drafters, auto)
