@@ -25,7 +25,7 @@ static inline bool system_saves(unsigned bits) {
 }
 
 static inline bool has_avx2() {
-    return system_saves(0x6) && has_bits(1, 0, 2, 1u << 12) && has_bits(7, 0, 1, 1u << 5);  // FMA, AVX2
+    return system_saves(0x6) && has_bits(1, 0, 2, 1u << 12 | 1u << 29) && has_bits(7, 0, 1, 1u << 5);  // FMA, F16C, AVX2
 }
 
 static inline bool has_avx512() {
