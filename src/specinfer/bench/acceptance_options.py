@@ -18,7 +18,7 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.demo.chat_model import CHAT
 from specinfer.engine_args import EngineArgs
-from specinfer.inputs.chat.samples import ALL, FUNCTIONS, KINDS
+from specinfer.inputs.chat.samples import KINDS, named_kinds
 
 PARTS = ("table1", "table2", "table3", "rules", "drafters")
 _SAMPLING, _SPECULATION = "Sampling", "Speculation"
@@ -96,7 +96,7 @@ class AcceptanceConfig:
     def asked_kinds(self) -> tuple[str, ...]:
         """Kinds of the chat prompts to answer; empty if texts are continued."""
         if self.kinds is not None:
-            return (*KINDS, FUNCTIONS) if ALL in self.kinds else tuple(self.kinds)
+            return named_kinds(self.kinds)
         return KINDS if self.model == CHAT and self.prompts is None else ()
 
     def sampling_params(self, prompt: int, temperature: float) -> SamplingParams:

@@ -1,7 +1,6 @@
 """Prompts for measurements: held-out texts to continue, or messages of several kinds to a chat model.
 
-An answer ends where the target ends it,
-since text after the end-of-text token is of no use.
+An answer ends where the target ends it, since text after the end-of-text token is of no use.
 """
 
 import itertools
@@ -14,7 +13,7 @@ from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.demo.pair import demo_folders
-from specinfer.inputs.chat.samples import ALL, FUNCTIONS, KINDS, in_turn, rendered
+from specinfer.inputs.chat.samples import KINDS, in_turn, named_kinds, rendered
 from specinfer.inputs.chat.template import ChatTemplate
 from specinfer.llm import LLM
 from specinfer.model.definition import known_positions, load_config, load_tokenizer
@@ -84,7 +83,7 @@ def kinds_for(folder: Path, kinds: Sequence[str] | None, prompts: Sequence[AnyPr
     The embedded target continues texts, though it has a chat template.
     """
     if kinds is not None:
-        return (*KINDS, FUNCTIONS) if ALL in kinds else tuple(kinds)
+        return named_kinds(kinds)
     if prompts is not None or folder == demo_folders().target:
         return ()
     return KINDS if getattr(load_tokenizer(folder), "chat_template", None) else ()

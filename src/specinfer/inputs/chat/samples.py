@@ -22,6 +22,11 @@ def chat_prompts() -> dict[str, tuple[str, ...]]:
     return {kind: tuple(prompts) for kind, prompts in texts.items()}
 
 
+def named_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return the kinds of messages that are asked for, all of them for `ALL`."""
+    return (*KINDS, FUNCTIONS) if ALL in kinds else tuple(kinds)
+
+
 def in_turn(kinds: Sequence[str], count: int) -> list[tuple[str, str]]:
     """Return the kinds and texts of this many messages, from each kind in turn, functions twice.
 
