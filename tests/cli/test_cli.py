@@ -265,7 +265,8 @@ def test_a_refused_prompt_does_not_stop_the_others(target: str, tmp_path: Path) 
     plain = run("generate", target, "--file", str(file), *GREEDY, "--stats", code=1)
     assert plain.stdout == f"{good['text']}\n{last['text']}\n"
     heads = [line.split(":")[0] for line in plain.stderr.splitlines()]
-    assert [head for head in heads if "passes" not in head] == [
+    # "auto" explains plain decoding, where the costs measured at the start made it choose that
+    assert [head for head in heads if head != "auto" and "passes" not in head] == [
         "prompt 0", "prompt 2", "drafters chosen", "computed by target", "specinfer",
     ]  # fmt: skip
     file.write_text(f'{{"prompt_token_ids": [{VOCAB}]}}')
