@@ -9,6 +9,7 @@ from specinfer.ops.cpu.library import library
 ISAS = (
     "portable code",
     "AVX2",
+    "AVX-VNNI",
     "AVX-512",
     "AVX-512 VNNI",
     "AVX-512 VNNI BF16",

@@ -28,6 +28,8 @@ static inline bool has_avx2() {
     return system_saves(0x6) && has_bits(1, 0, 2, 1u << 12 | 1u << 29) && has_bits(7, 0, 1, 1u << 5);  // FMA, F16C, AVX2
 }
 
+static inline bool has_avx_vnni() { return has_avx2() && has_bits(7, 1, 0, 1u << 4); }
+
 static inline bool has_avx512() {
 #if defined(__APPLE__)
     const bool saves = true;  // macOS begins to save these registers at their first use

@@ -16,6 +16,7 @@
 #if !defined(SOME_ISAS)
 #if defined(__x86_64__)
 #define WITH_avx2
+#define WITH_avx_vnni
 #define WITH_avx512
 #define WITH_avx512_vnni
 #define WITH_avx512_bf16
@@ -28,6 +29,9 @@
 namespace portable { extern const Native native; }
 #if defined(WITH_avx2)
 namespace avx2 { extern const Native native; }
+#endif
+#if defined(WITH_avx_vnni)
+namespace avx_vnni { extern const Native native; }
 #endif
 #if defined(WITH_avx512)
 namespace avx512 { extern const Native native; }
@@ -70,6 +74,9 @@ static const InstructionSet sets[] = {  // best first
 #endif
 #if defined(WITH_avx512)
     {&avx512::native, has_avx512},
+#endif
+#if defined(WITH_avx_vnni)
+    {&avx_vnni::native, has_avx_vnni},
 #endif
 #if defined(WITH_avx2)
     {&avx2::native, has_avx2},

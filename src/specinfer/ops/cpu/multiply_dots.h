@@ -111,7 +111,7 @@ struct DotInt {
     static const int STEPS = GROUP / 4, LINE = 4 * WIDTH;  // LINE: bytes of a step, or of two that share bytes
     static const int64_t BYTES = GROUP * WIDTH * BITS / 8;
     // Where the upper bit of codes is turned, they are signed: their zero is 0.
-#if defined(INT_DOTS) && !defined(SIGNED_CODES)
+#if (defined(INT_DOTS) || defined(AVX_VNNI)) && !defined(SIGNED_CODES)
     static const bool IS_SIGNED = false;
 #else
     static const bool IS_SIGNED = IS_BYTE;
@@ -196,9 +196,6 @@ struct DotInt {
         if (WIDE_REGISTERS) total.store(result);
     }
 #else
-    // Products of bytes are added to 16 bits: as many as there is room for, before they are widened.
-    static const int IN_ROOM = IS_BYTE ? 1 : BITS == 6 ? 2 : BITS == 5 ? 4 : 8;
-
     // Spelled out: compilers would load them all before the first is needed.
     static INLINE __m256i spread(const uint32_t *x) {
         __m256i result;
@@ -221,6 +218,26 @@ struct DotInt {
     }
 
     // sums [ROWS][COUNT] of a group: its products with the columns of COUNT registers at `place`.
+#ifdef AVX_VNNI
+    template <int ROWS, int COUNT>
+    static INLINE void multiply_group(const uint32_t *x, const uint8_t *place, __m256i levels, __m256i *sums) {
+        each<STEPS>([&](auto step) ALWAYS {
+            __m256i codes[COUNT];
+            each<COUNT>([&](auto j) ALWAYS { codes[j] = codes_at(place + j * 32, step, levels); });
+            each<ROWS>([&](auto r) ALWAYS {
+                const __m256i value = spread(x + r * STEPS + step);
+                each<COUNT>([&](auto j) ALWAYS {
+                    __m256i &sum = sums[r * COUNT + j];
+                    sum = _mm256_dpbusd_avx_epi32(step == 0 ? _mm256_setzero_si256() : sum, codes[j], value);
+                    asm("" : "+x"(sum));  // in this order, or registers run out
+                });
+            });
+        });
+    }
+#else
+    // Products of bytes are added to 16 bits: as many as there is room for, before they are widened.
+    static const int IN_ROOM = IS_BYTE ? 1 : BITS == 6 ? 2 : BITS == 5 ? 4 : 8;
+
     template <int ROWS, int COUNT>
     static INLINE void multiply_group(const uint32_t *x, const uint8_t *place, __m256i levels, __m256i *sums) {
         each<STEPS / IN_ROOM>([&](auto part) ALWAYS {
@@ -251,6 +268,7 @@ struct DotInt {
             });
         });
     }
+#endif
 
     template <int ROWS, bool AFFINE>
     static INLINE void add_products(const Inputs &inputs, Ready *ready, float *result) {

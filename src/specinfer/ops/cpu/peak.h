@@ -15,7 +15,11 @@ LOCAL int64_t multiply_from_registers(int64_t steps, float *result) {
     for (int64_t step = 0; step < steps; step++)
         each<SUMS>([&](auto i) ALWAYS {
             asm volatile("" : "+x"(codes));  // or products are computed once
+#ifdef AVX_VNNI
+            sums[i] = _mm256_dpbusd_avx_epi32(sums[i], codes, _mm256_set1_epi8(1));
+#else
             sums[i] = _mm256_add_epi16(sums[i], _mm256_maddubs_epi16(codes, _mm256_set1_epi8(1)));
+#endif
             asm volatile("" : "+x"(sums[i]));
         });
     each<SUMS>([&](auto i) ALWAYS { write(result, sums[i]); });
