@@ -38,7 +38,10 @@ class Distribution(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """One draw of a draft token: its node, its drafter, the distribution it was drawn from, and its confidence."""
+    """One draw of a draft token: its node, its drafter, the distribution it was drawn from, and its confidence.
+
+    A lookup with several sources adds the source to its name, as in "suffix:earlier".
+    """
 
     node: int
     drafter: str
@@ -95,7 +98,7 @@ class Draws(NamedTuple):
     """All draws of a tree in draw order; arrays have one entry for each of them.
 
     Attributes:
-        makers: Index of the drafter in `names`.
+        makers: Index of the drafter, or of the source of a lookup, in `names`.
         numbers: Index of a pool in `pools`, times 2**32, plus the number of the distribution in it; or `CHOSEN`. None
             if all tokens were chosen.
     """
@@ -126,10 +129,19 @@ class Draws(NamedTuple):
         )
 
     @classmethod
-    def chosen(cls, confidence: Floats, drafter: str) -> "Draws":
-        """Return the draws of a tree whose nodes were chosen one by one; `confidence` of each but the root."""
-        count = len(confidence)
-        return cls(np.arange(1, count + 1), np.zeros(count, dtype=np.int64), confidence, (drafter,))
+    def chosen(cls, confidence: Floats, drafter: str | Sequence[str]) -> "Draws":
+        """Return the draws of a tree whose nodes were chosen one by one; `confidence` of each but the root.
+
+        Args:
+            confidence: Confidence of each node.
+            drafter: Its drafter, or those of each node.
+        """
+        count, makers = len(confidence), np.zeros(len(confidence), dtype=np.int64)
+        names = (drafter,) if isinstance(drafter, str) else tuple(dict.fromkeys(drafter))
+        if len(names) > 1:
+            place = {name: i for i, name in enumerate(names)}
+            makers = np.array([place[name] for name in drafter], dtype=np.int64)
+        return cls(np.arange(1, count + 1), makers, confidence, names)
 
     def tuples(self) -> tuple[Draw, ...]:
         """Return the draws as single values."""

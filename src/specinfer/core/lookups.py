@@ -53,6 +53,7 @@ SELF_DRAFTERS = {
     "self:sparse": SelfKind(None, is_sparse=True),
     "self:int4-sparse": SelfKind("int4", is_sparse=True),
 }
+SOURCE = ":"  # between the name of a lookup and that of one of its sources, as in "suffix:earlier"
 PREDICTION = "prediction"  # the drafter of the predictions that requests bring, which users do not name
 
 
@@ -66,8 +67,15 @@ def is_self(drafter: str) -> bool:
     return drafter.startswith("self:")
 
 
+def drafter_of(name: str) -> str:
+    """Return the drafter of a draft token, which is named by its drafter, or by a lookup and one of its sources."""
+    lookup = name.partition(SOURCE)[0]
+    return lookup if lookup in LOOKUPS or lookup == PREDICTION else name
+
+
 def is_model(drafter: str) -> bool:
     """Return whether the drafter of this name is a model, so that each level of its trees costs a pass."""
+    drafter = drafter_of(drafter)
     return drafter not in LOOKUPS and drafter != PREDICTION
 
 

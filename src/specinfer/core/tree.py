@@ -175,9 +175,12 @@ class TokenTree:
 
     @classmethod
     def chosen(
-        cls, tokens: Sequence[int], parents: Sequence[int], drafter: str, confidence: Sequence[float]
+        cls, tokens: Sequence[int], parents: Sequence[int], drafter: str | Sequence[str], confidence: Sequence[float]
     ) -> "TokenTree":
-        """Return a tree of one drafter that chose its nodes one by one; `confidence` of each node but the root."""
+        """Return a tree of one drafter that chose its nodes one by one; `confidence` of each node but the root.
+
+        `drafter` is its name, or the names of each node but the root, with their sources.
+        """
         draws = Draws.chosen(np.array(confidence, dtype=np.float64), drafter)
         columns = (tokens, parents, depths_of(parents))
         ids, above, depths = (np.array(column, dtype=np.int64) for column in columns)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from specinfer.core.lookups import drafter_of
 from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
@@ -172,9 +173,9 @@ class LoggedPolicy(SpeculationPolicy):
             min_path_prob=budget.min_path_prob,
             parents=tree.parents[1:],
             draws=tuple(
-                (node, self._names[drafter], confidence)
+                (node, self._names[name], confidence)
                 for node, drafter, _, confidence in tree.draws
-                if drafter in self._names
+                if (name := drafter_of(drafter)) in self._names
             ),
             path=acceptance.path,
         )

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafting import draft_within
+from specinfer.core.lookups import drafter_of, is_model
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.lookup.suffix import (
+    EARLIER,
     GENERATION_TOKENS,
     MAX_MATCH,
     SALT_CHARACTERS,
@@ -24,6 +26,7 @@ from specinfer.drafters.lookup.suffix import (
     SuffixStore,
 )
 from specinfer.drafters.lookup.suffix_growth import MIN_PATH_PROB
+from specinfer.drafters.merge.budget_split import BudgetSplit
 from specinfer.verify import Acceptance
 from tiny import make_request
 
@@ -39,7 +42,7 @@ def _request(request_id: str, prompt: Sequence[int], said: Sequence[int] = (), s
 def _draft(drafter: SuffixDrafter, request: Request, max_nodes: int = 8, max_depth: int = 4) -> TokenTree:
     tree = draft_within(drafter, request, TreeBudget(max_nodes, max_depth))
     assert [draw.node for draw in tree.draws] == list(range(1, len(tree)))
-    assert all(draw.drafter == "suffix" and 0 < draw.confidence <= 1 for draw in tree.draws)
+    assert all(draw.drafter in ("suffix", EARLIER) and 0 < draw.confidence <= 1 for draw in tree.draws)
     return tree
 
 
@@ -232,6 +235,22 @@ def test_only_whole_answers_are_kept(reason: FinishReason) -> None:
     _finish(drafter, _request("a", [1], range(10, 40)), reason)
     _draft(drafter, _request("b", [2]))
     assert drafter.store.num_tokens == 0
+
+
+def test_tokens_of_earlier_answers_are_named_so_and_are_those_of_the_drafter() -> None:
+    drafter = SuffixDrafter()
+    _finish(drafter, _request("a", [1], range(10, 40)))
+    tree = _draft(drafter, _request("b", [7, 8, 7, 20, 8, 7], [20, 21]), 6, 6)
+    names = dict(zip(tree.tokens, tree.drafters(), strict=True))
+    assert names[22] == EARLIER
+    tree = _draft(drafter, _request("c", [20, 50, 51, 20]), 8, 4)
+    names = dict(zip(tree.tokens, tree.drafters(), strict=True))
+    assert (names[50], names[21]) == ("suffix", EARLIER)
+    assert {drafter_of(draw.drafter) for draw in tree.draws} == {"suffix"}
+    assert not any(is_model(draw.drafter) for draw in tree.draws)
+    split = BudgetSplit(["suffix", "model"])
+    split.observe(tree, Acceptance((tree.children[0][21],), 22))
+    assert split.share(10, [0, 1]) > 5
 
 
 def test_prompts_are_not_shared() -> None:

@@ -16,6 +16,7 @@ from on_device import (
     plain_tokens,
     repeating_requests,
 )
+from specinfer.core.lookups import drafter_of
 from specinfer.core.request import Request, Span
 from specinfer.core.rules import random_rules
 from specinfer.core.sampling import SamplingParams
@@ -70,7 +71,7 @@ def test_lookups_draft_alone_where_no_model_is_asked(
     drafters = [pair[1]] if has_model else []
     for engine, requests in in_each_way((pair[0], drafters), budget, _requests, WAYS[::2], lookups=["suffix"]):
         assert [request.output_ids for request in requests] == plain
-        assert {origin for request in requests for origin in request.origins} == {"suffix", None}
+        assert {origin and drafter_of(origin) for request in requests for origin in request.origins} == {"suffix", None}
         counts.append([request.speculation.as_dict() for request in requests])
         assert isinstance(engine.drafter, MergedDrafter)
         tables.append(engine.drafter.calibration.by_rank("suffix").tolist())

@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specinfer.core.lookups import SOURCE
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Prospect
@@ -27,6 +28,8 @@ PIECE_TOKENS = 512  # tokens of an answer that are read into the store at once
 SALT_TOKENS = 16
 GENERATION_TOKENS = 16
 SALT_CHARACTERS = 32  # characters of a salt's name that are charged as one token
+NAME = "suffix"  # of the drafter, and of draft tokens from the request's own text
+EARLIER = f"{NAME}{SOURCE}earlier"  # the name of draft tokens from answers of finished requests
 
 
 class SuffixStore:
@@ -88,7 +91,7 @@ class SuffixStore:
             if texts is None:
                 return None
             self._salts.move_to_end(salt)
-            return max(((text, *text.match(tokens)) for text in texts), key=lambda match: match[2])
+            return max((Match(text, *text.match(tokens), EARLIER) for text in texts), key=lambda match: match.length)
 
 
 def _charge(salt: str, texts: Sequence[SuffixAutomaton]) -> int:
@@ -108,7 +111,7 @@ class _Reading:
 class SuffixDrafter:
     """A drafter that proposes what followed the same tokens before, in this text or in an earlier answer."""
 
-    name = "suffix"
+    name = NAME
 
     def __init__(self, max_tokens: int = 200_000, store: SuffixStore | None = None, min_match: int = 1) -> None:
         """Make a drafter with its own store, or with one that others share.
@@ -181,17 +184,16 @@ class SuffixDrafter:
 
     def _draft_one(self, request: Request, budget: TreeBudget) -> TokenTree:
         with self.store.lock:
-            return grow(request.token_ids[-1], self._matches(request), budget, self.name, self._min_match)
+            return grow(request.token_ids[-1], self._matches(request), budget, self._min_match)
 
     def _matches(self, request: Request) -> list[Match]:
         """Return the matches in the request's own text and in the store; the caller holds the store's lock."""
         tail = request.token_ids[-MAX_MATCH:]
         text = self._readings[request.request_id].text
-        in_text: Match
         if text.num_tokens == len(request.token_ids):
             state = text.links[text.last]  # the longest suffix that also occurs at another place
-            in_text = (text, state, text.lengths[state])
+            in_text = Match(text, state, text.lengths[state], self.name)
         else:  # a long prompt, still being read
-            in_text = (text, *text.match(tail))
+            in_text = Match(text, *text.match(tail), self.name)
         stored = None if request.cache_salt is None else self.store.match(request.cache_salt, tail)
         return [in_text, stored] if stored else [in_text]

@@ -8,7 +8,7 @@ in prediction by partial matching.
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import MAX_PROSPECT, Prospect
@@ -22,10 +22,24 @@ MIN_PATH_PROB = 0.002  # less likely tokens are not worth a place in any tree
 # two, 60 % after four, 79 % after twelve, 91 % after thirty).
 _DOUBT: tuple[float, ...] = tuple(2.0 / max(length, 1) ** 0.8 for length in range(257))
 
-Match: TypeAlias = tuple[SuffixAutomaton, int, int]  # a text, a state of it, and the length of the match
+
+class Match(NamedTuple):
+    """A stretch at the end of a text that also occurs in a text that was read.
+
+    Attributes:
+        text: What was read.
+        state: The state of the stretch in it.
+        length: The length of the stretch.
+        name: The name of draft tokens from there: that of the drafter, with the source.
+    """
+
+    text: SuffixAutomaton
+    state: int
+    length: int
+    name: str
 
 
-def grow(root: int, matches: Sequence[Match], budget: TreeBudget, name: str, min_match: int = 1) -> TokenTree:
+def grow(root: int, matches: Sequence[Match], budget: TreeBudget, min_match: int = 1) -> TokenTree:
     """Return a tree of the likeliest paths that follow the matches, within the nodes and the depth of the budget.
 
     The continuations of a stretch share its occurrences. The probability left to doubt goes to what else followed its
@@ -34,58 +48,59 @@ def grow(root: int, matches: Sequence[Match], budget: TreeBudget, name: str, min
     calibrated: on a text that is copied, long chains come true more often than their confidences say.
     """
     tokens, parents, depths, path_probs = [root], [-1], [0], [1.0]
+    names = list[str]()
     children: dict[tuple[int, int], int] = {}
     front = _Front(min_match)
     # The surest match comes first, the own text on a tie; the next one gets the probability that the first leaves to
     # doubt.
     path_prob = 1.0
-    doubts = [round(front.doubt(*match), 9) for match in matches]  # rounded, so that equal doubts compare equal
-    for doubt, (text, state, length) in sorted(zip(doubts, matches, strict=True), key=lambda item: item[0]):
-        front.push(text, state, length, -1, 0, path_prob)
+    doubts = [front.doubt(match) for match in matches]
+    for doubt, (text, state, length, name) in sorted(zip(doubts, matches, strict=True), key=lambda item: item[0]):
+        front.push(text, state, length, -1, 0, path_prob, name)
         path_prob *= doubt
     heap = front.heap
     while heap:
-        negated, _, text, state, length, node, token = heappop(heap)
+        negated, _, text, state, length, node, token, name = heappop(heap)
         if token < 0:
-            front.push(text, text.links[state], text.lengths[text.links[state]], state, node, -negated)
+            front.push(text, text.links[state], text.lengths[text.links[state]], state, node, -negated, name)
             continue
         while True:
             child = children.get((node, token))
             if child is None:
                 if len(tokens) > budget.max_nodes:
-                    return _tree(tokens, parents, path_probs, name)
+                    return _tree(tokens, parents, path_probs, names)
                 child = children[node, token] = len(tokens)
                 tokens.append(token)
                 parents.append(node)
                 depths.append(depths[node] + 1)
                 path_probs.append(-negated)
+                names.append(name)
             if depths[child] == budget.max_depth:
                 break
             token = text.only_tokens[state]
             if token < 0:
-                front.push(text, state, length, -1, child, -negated)
+                front.push(text, state, length, -1, child, -negated, name)
                 break
             # Only one token ever followed: the chain bypasses the heap as long as nothing else is likelier.
             node, before, state = child, state, text.only_targets[state]
             doubt = _DOUBT[length] if length < len(_DOUBT) else _DOUBT[-1]
             share = text.counts[state] / (text.counts[state] + doubt)
             if length > min_match and negated * (1.0 - share) < -MIN_PATH_PROB:
-                front.add(negated * (1.0 - share), text, before, length, node, -1)
+                front.add(negated * (1.0 - share), text, before, length, node, -1, name)
             negated *= share
             length += 1
             if negated > -MIN_PATH_PROB:
                 break
             if heap and heap[0][0] < negated:
-                front.add(negated, text, state, length, node, token)
+                front.add(negated, text, state, length, node, token, name)
                 break
-    return _tree(tokens, parents, path_probs, name)
+    return _tree(tokens, parents, path_probs, names)
 
 
 def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
     """Return the likeliest path of the surest match: at each token the most frequent one, the last seen on a tie."""
     front = _Front(min_match)
-    doubts = [round(front.doubt(*match), 9) for match in matches]
-    text, state, length = matches[doubts.index(min(doubts))]
+    text, state, length, _ = min(matches, key=front.doubt)
     match, path_prob = 0, 1.0
     tokens, path_probs = list[int](), list[float]()
     while len(tokens) < MAX_PROSPECT and length >= min_match:
@@ -106,9 +121,9 @@ def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
     return Prospect(match, tuple(tokens), tuple(path_probs))
 
 
-# -path_prob, order, text, state, match length, node, token: `token` drafted after `node`, leading to `state`.
+# -path_prob, order, text, state, match length, node, token, name: `token` drafted after `node`, leading to `state`.
 # With token -1: what else followed the suffixes of `state`, at this node. A named tuple would take a third longer.
-_Guess: TypeAlias = tuple[float, int, SuffixAutomaton, int, int, int, int]
+_Guess: TypeAlias = tuple[float, int, SuffixAutomaton, int, int, int, int, str]
 
 
 class _Front:
@@ -119,10 +134,14 @@ class _Front:
         self.order = count()  # breaks ties: the first found comes first
         self.heap: list[_Guess] = []
 
-    def add(self, negated: float, text: SuffixAutomaton, state: int, length: int, node: int, token: int) -> None:
-        heappush(self.heap, (negated, next(self.order), text, state, length, node, token))
+    def add(
+        self, negated: float, text: SuffixAutomaton, state: int, length: int, node: int, token: int, name: str
+    ) -> None:
+        heappush(self.heap, (negated, next(self.order), text, state, length, node, token, name))
 
-    def push(self, text: SuffixAutomaton, state: int, length: int, longer: int, node: int, path_prob: float) -> None:
+    def push(
+        self, text: SuffixAutomaton, state: int, length: int, longer: int, node: int, path_prob: float, name: str
+    ) -> None:
         """Add what followed a stretch, except what also followed the state `longer`.
 
         If there is nothing, the next shorter suffix is used. On a tie the tokens first seen last come first, since
@@ -138,27 +157,28 @@ class _Front:
                 part = path_prob / (doubt + sum([counts[target] for _, target in seen]))
                 for token, target in reversed(seen):
                     if counts[target] * part >= MIN_PATH_PROB:
-                        self.add(-counts[target] * part, text, target, length + 1, node, token)
+                        self.add(-counts[target] * part, text, target, length + 1, node, token, name)
                 if length > self.min_match and doubt * part >= MIN_PATH_PROB:
-                    self.add(-doubt * part, text, state, length, node, -1)
+                    self.add(-doubt * part, text, state, length, node, -1, name)
                 return
             longer, state = state, text.links[state]
             length = text.lengths[state] if state >= 0 else 0
 
-    def doubt(self, text: SuffixAutomaton, state: int, length: int) -> float:
-        """Return the share of the probability that a match leaves to doubt."""
+    def doubt(self, match: Match) -> float:
+        """Return the share of the probability that a match leaves to doubt, rounded: equal ones compare equal."""
+        text, state, length, _ = match
         while length >= self.min_match:
             seen = text.continuations(state, MAX_CHILDREN)
             if seen:
                 doubt = len(seen) * _DOUBT[min(length, len(_DOUBT) - 1)]
-                return doubt / (doubt + sum([text.counts[target] for _, target in seen]))
+                return round(doubt / (doubt + sum([text.counts[target] for _, target in seen])), 9)
             state = text.links[state]
             length = text.lengths[state] if state >= 0 else 0
         return 1.0
 
 
-def _tree(tokens: list[int], parents: list[int], path_probs: list[float], name: str) -> TokenTree:
+def _tree(tokens: list[int], parents: list[int], path_probs: list[float], names: list[str]) -> TokenTree:
     if len(tokens) == 1:
         return TokenTree.root(tokens[0])
     confidence = [path_probs[node] / path_probs[parents[node]] for node in range(1, len(tokens))]
-    return TokenTree.chosen(tokens, parents, name, confidence)
+    return TokenTree.chosen(tokens, parents, names, confidence)

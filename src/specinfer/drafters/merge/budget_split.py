@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specinfer.core.lookups import drafter_of
 from specinfer.core.tree import TokenTree
 from specinfer.verify import Acceptance
 
@@ -30,7 +31,7 @@ class BudgetSplit:
             is_kept[list(acceptance.path)] = True
             of = is_kept[draws.nodes]
             for node, maker in zip(draws.nodes[of].tolist(), draws.makers[of].tolist(), strict=True):
-                makers.setdefault(node, set()).add(draws.names[maker])
+                makers.setdefault(node, set()).add(drafter_of(draws.names[maker]))
         for name in self._kept:
             self._kept[name] = max(self._kept[name] * self._MEMORY, self._LEAST_KEPT)
         for names in makers.values():
