@@ -21,12 +21,14 @@ class Usage:
     Attributes:
         num_connections: Requests that are being served.
         num_incoming_bytes: Bytes of bodies that are being read.
+        num_outgoing_bytes: Bytes of large responses that the clients have not read.
         num_refused: Refused requests, by the limit that they exceeded.
         tokens_left: Tokens that the tenant has left at `refilled_at`; below 0 after a request that took more.
     """
 
     num_connections: int = 0
     num_incoming_bytes: int = 0
+    num_outgoing_bytes: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_refused: Counter[str] = field(default_factory=Counter)
@@ -47,7 +49,7 @@ class Quotas:
             tenant: Usage(tokens_left=each.max_tokens_per_minute or 0, refilled_at=time.monotonic())
             for tenant, each in self.limits.items()
         }
-        self.num_connections = self.num_incoming_bytes = 0  # of all
+        self.num_connections = self.num_incoming_bytes = self.num_outgoing_bytes = 0  # of all
 
     def limits_of(self, tenant: str) -> TenantLimits:
         return self.limits.get(tenant, _NO_LIMITS)
@@ -95,9 +97,38 @@ class Quotas:
             limit = self.limits[tenant].max_incoming_bytes
             if count > 0 and limit is not None and usage.num_incoming_bytes > limit:
                 self._refuse(tenant, "max_incoming_bytes", f"more than {limit} bytes of bodies are being sent")
-        if self.num_incoming_bytes <= most:
+        return self.num_incoming_bytes <= most or (usage is not None and self._is_even(usage.num_incoming_bytes, most))
+
+    def check_outgoing(self, tenant: str, count: int, most: int) -> bool:
+        """Return whether a response of `count` bytes may be made besides those that clients have not read.
+
+        All together may have `most` bytes, and each tenant its even part of them. A tenant without an unread response
+        may always have one.
+
+        Raises:
+            QuotaError: The tenant's responses exceed its limit.
+        """
+        usage = self.usage.get(tenant)
+        of_tenant = self.num_outgoing_bytes if usage is None else usage.num_outgoing_bytes
+        if not of_tenant:
             return True
-        return usage is not None and usage.num_incoming_bytes * len(self.usage) <= most
+        limit = self.limits_of(tenant).max_outgoing_bytes
+        if limit is not None and of_tenant + count > limit:
+            self._refuse(tenant, "max_outgoing_bytes", f"more than {limit} bytes of responses are not read")
+        return self.num_outgoing_bytes + count <= most or (usage is not None and self._is_even(of_tenant + count, most))
+
+    @contextmanager
+    def response(self, tenant: str) -> Iterator["UnreadResponse"]:
+        """Count the bytes of a response until the client has read it."""
+        response = UnreadResponse(self, tenant)
+        try:
+            yield response
+        finally:
+            response.num_bytes = 0
+
+    def _is_even(self, of_tenant: int, most: int) -> bool:
+        """Return whether the bytes of a known tenant are within its even part of `most`."""
+        return of_tenant * len(self.usage) <= most
 
     # --------------------------------------------------------------------------------------- tokens
 
@@ -147,6 +178,23 @@ class Quotas:
         if tenant in self.usage:
             self.usage[tenant].num_refused[limit] += 1
         raise QuotaError(f"the limit {limit} of this API key: {reason}; try again later", seconds)
+
+
+class UnreadResponse:
+    """The bytes of one response that its client has not read, as a part of those of its tenant."""
+
+    def __init__(self, quotas: Quotas, tenant: str) -> None:
+        self._quotas, self._usage, self._num_bytes = quotas, quotas.usage.get(tenant, Usage()), 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @num_bytes.setter
+    def num_bytes(self, count: int) -> None:
+        self._quotas.num_outgoing_bytes += count - self._num_bytes
+        self._usage.num_outgoing_bytes += count - self._num_bytes
+        self._num_bytes = count
 
 
 _NO_LIMITS = TenantLimits()

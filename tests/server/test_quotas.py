@@ -1,6 +1,7 @@
 """Limits of single keys: what exceeds them is refused, other keys do not notice, and the metrics show both."""
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from serving import error_of, serve, slow_steps
 from specinfer import QueueLimits
+from specinfer.core.errors import QuotaError
 from specinfer.core.limits import TenantLimits
 from specinfer.llm import LLM
 from specinfer.quotas import Quotas
@@ -171,6 +173,74 @@ def test_each_key_has_an_even_part_of_the_bytes_that_are_read_at_once() -> None:
     assert quotas.add_bytes("honest", 50, 100)
     assert not quotas.add_bytes("honest", 1, 100)
     assert not quotas.add_bytes("stranger", 1, 100)
+
+
+def test_each_key_has_an_even_part_of_the_responses_that_are_not_read() -> None:
+    quotas = Quotas({"greedy": TenantLimits(), "honest": TenantLimits(), "narrow": TenantLimits(max_outgoing_bytes=10)})
+    with quotas.response("greedy") as large, quotas.response("narrow") as small:
+        assert quotas.check_outgoing("greedy", 500, 90)  # its only one
+        large.num_bytes = 80
+        assert quotas.check_outgoing("greedy", 10, 90)
+        assert not quotas.check_outgoing("greedy", 11, 90)
+        assert quotas.check_outgoing("honest", 500, 90)
+        small.num_bytes = 9
+        assert quotas.check_outgoing("narrow", 1, 90)
+        with pytest.raises(QuotaError, match="more than 10 bytes of responses are not read"):
+            quotas.check_outgoing("narrow", 2, 90)
+        large.num_bytes -= 60
+        assert quotas.usage["greedy"].num_outgoing_bytes == 20
+        assert quotas.num_outgoing_bytes == 29
+    assert quotas.num_outgoing_bytes == quotas.usage["greedy"].num_outgoing_bytes == 0
+
+
+PROMPT = {"prompt": [5] * 40, "prompt_logprobs": 20, "n": 4, "max_tokens": 1, "ignore_eos": True}  # about 250 KB
+
+
+def test_responses_that_are_not_read_keep_further_ones_of_their_key_away(llm: LLM) -> None:
+    async def work(client: httpx.AsyncClient, state: ServerState) -> None:
+        stalled, read_on = asyncio.Event(), asyncio.Event()
+
+        async def unread(message: Any) -> None:
+            if len(message.get("body", b"")) > 2**15:
+                stalled.set()
+                await read_on.wait()
+
+        task = asyncio.ensure_future(posted(client, unread))
+        await asyncio.wait_for(stalled.wait(), 30)
+        assert state.quotas.num_outgoing_bytes > 2**17
+        refused = await client.post(TEXT, json=PROMPT, headers=GREEDY)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "--max-outgoing-bytes" in error_of(refused)["message"]
+        assert (await client.post(TEXT, json=SHORT, headers=HONEST)).status_code == 200
+        assert (await client.post(TEXT, json=PROMPT, headers=HONEST)).status_code == 200
+        read_on.set()
+        await task
+        assert state.quotas.num_outgoing_bytes == 0
+        assert (await client.post(TEXT, json=PROMPT, headers=GREEDY)).status_code == 200
+
+    serve(llm, work, api_keys=("greedy-key", "honest-key"), max_outgoing_bytes=2**16)
+
+
+async def posted(client: httpx.AsyncClient, send: Callable[[Any], Awaitable[None]]) -> None:
+    """Post `PROMPT` with the greedy key by a client that has read a piece when `send` returns."""
+    body = json.dumps(PROMPT).encode()
+    headers = GREEDY | {"content-type": "application/json", "host": "localhost"}
+    is_sent, never = False, asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        nonlocal is_sent
+        if is_sent:
+            await never.wait()
+        is_sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    scope = {
+        "type": "http", "method": "POST", "path": TEXT, "raw_path": TEXT.encode(), "query_string": b"",
+        "scheme": "http",
+        "root_path": "", "http_version": "1.1", "client": ("127.0.0.1", 1), "server": ("localhost", 80),
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }  # fmt: skip
+    await client._transport.app(scope, receive, send)  # type: ignore[attr-defined]
 
 
 def test_metrics_show_what_each_key_uses_and_may_use(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,7 @@ class TenantLimits:
             takes beyond them must come back before the next one begins.
         max_connections: Requests that are served at once.
         max_incoming_bytes: Bytes of bodies that are being read at once.
+        max_outgoing_bytes: Bytes of responses that were not read, beyond which no further one is made.
 
     Raises:
         ValueError: A field is out of range; the message names it.
@@ -128,6 +129,7 @@ class TenantLimits:
     max_tokens_per_minute: int | None = None
     max_connections: int | None = None
     max_incoming_bytes: int | None = None
+    max_outgoing_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

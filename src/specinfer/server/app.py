@@ -29,8 +29,16 @@ from specinfer.server import (
     tokens,
 )
 from specinfer.server.auth import OPEN_PATHS, Guard, route_path
-from specinfer.server.errors import KNOWN, ApiError, ErrorResponse, as_api_error
-from specinfer.server.middleware import Bodies, Heads, Refusals, ServingMiddleware, refusal, token_headers
+from specinfer.server.errors import KNOWN, ApiError, ErrorResponse, as_api_error, too_much_unread
+from specinfer.server.middleware import (
+    Bodies,
+    Heads,
+    Refusals,
+    ServingMiddleware,
+    refusal,
+    send_in_pieces,
+    token_headers,
+)
 from specinfer.server.state import ServerState, Serving, state_of
 
 _MODULES = (
@@ -92,29 +100,39 @@ def checks(state: Serving) -> list[Middleware]:
 
 
 class Gate:
-    """Middleware that refuses work while the model loads, when the engine is dead or stopping, or at a limit."""
+    """Middleware that refuses work while the model loads, when the engine is dead or stopping, or at a limit.
+
+    It hands over large responses in pieces, each when the client has read what came before.
+    """
 
     def __init__(self, app: ASGIApp, state: Serving) -> None:
         self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state, quotas, tenant = self._state, self._state.quotas, scope["state"]["tenant"]
+        quotas, tenant = self._state.quotas, scope["state"]["tenant"]
         if scope["method"] == "POST" and route_path(scope) not in OPEN_PATHS:
-            state.check_ready()
-            if not quotas.check_connection(tenant, state.config.max_connections):
-                raise ApiError(
-                    "too_many_connections",
-                    f"{counted(quotas.num_connections, 'request')} being served already; try again later",
-                    headers={"Retry-After": "1"},
-                )
+            self._check(tenant)
 
-        async def limited(message: Message) -> None:
-            if message["type"] == "http.response.start":
+        async def respond(message: Message) -> None:
+            if message["type"] == "http.response.start" and quotas.tokens_left(tenant) is not None:
                 MutableHeaders(scope=message).update(token_headers(quotas, tenant))
-            await send(message)
+            await send_in_pieces(message, send, unread)
 
-        with quotas.connection(tenant):
-            await self._app(scope, receive, send if quotas.tokens_left(tenant) is None else limited)
+        with quotas.connection(tenant), quotas.response(tenant) as unread:
+            scope["state"]["unread"] = unread
+            await self._app(scope, receive, respond)
+
+    def _check(self, tenant: str) -> None:
+        quotas, config = self._state.quotas, self._state.config
+        self._state.check_ready()
+        if not quotas.check_connection(tenant, config.max_connections):
+            raise ApiError(
+                "too_many_connections",
+                f"{counted(quotas.num_connections, 'request')} being served already; try again later",
+                headers={"Retry-After": "1"},
+            )
+        if not quotas.check_outgoing(tenant, 0, config.max_outgoing_bytes):
+            raise too_much_unread(config)
 
 
 async def _error_response(request: Request, error: Exception) -> JSONResponse:

@@ -14,8 +14,10 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.thought import Reasoning
 from specinfer.core.tree_shape import parse_tree
 from specinfer.generation import Generation
+from specinfer.quotas import UnreadResponse
 from specinfer.server.auth import body_size_of, cache_salt_of, route_path, tenant_of
 from specinfer.server.dialects import Dialect, dialect_of
+from specinfer.server.errors import too_much_unread
 from specinfer.server.generations import close_all
 from specinfer.server.protocol import SharedFields
 from specinfer.server.state import ServerState, state_of
@@ -25,6 +27,7 @@ Placing: TypeAlias = Callable[[RequestError], RequestError]
 
 # Limits of one request. An entry takes about 100 bytes, and as much again in the response; a prompt's come all at once.
 _MAX_PROMPT_LOGPROBS = _MAX_LOGPROBS = 1 << 20
+_ENTRY_BYTES = 100
 # Nodes and levels of a tree that a request may ask for: the whole batch waits for its largest tree. Passes of a
 # streamed target take seconds, so larger trees hardly slow them.
 _MAX_TREE, _MAX_STREAMED_TREE = (64, 16), (256, 32)
@@ -44,6 +47,7 @@ class Call:
     body_size: int
     placed: Placing
     dialect: Dialect
+    unread: UnreadResponse
     adapter: LoRARequest | None = None
 
     @classmethod
@@ -72,7 +76,8 @@ class Call:
             )
         salt = cache_salt_of(request, state.config, fields.cache_salt)
         adapter, dialect = state.adapters.get(fields.model or ""), dialect_of(route_path(request.scope))
-        return cls(state, fields, name, tenant_of(request), salt, body_size_of(request), placed, dialect, adapter)
+        tenant, unread = tenant_of(request), request.state.unread
+        return cls(state, fields, name, tenant, salt, body_size_of(request), placed, dialect, unread, adapter)
 
     async def read(self, action: Callable[[], T], *, only_encodes: bool = False) -> T:
         """Run an action with the tokenizer, templates or grammars in a thread, when it is the tenant's turn.
@@ -160,6 +165,10 @@ class Call:
                 f"logprobs: up to {of_outputs} would be returned; ask for {_MAX_LOGPROBS} at most, by fewer tokens "
                 "(max_tokens), outputs (n) or prompts"
             )
+        config, count = self.state.config, of_prompts * _ENTRY_BYTES
+        if not self.state.quotas.check_outgoing(self.tenant, count, config.max_outgoing_bytes):
+            raise too_much_unread(config)
+        self.unread.num_bytes = count
 
 
 def _check_tree(tree: str, max_nodes: int, max_depth: int) -> None:

@@ -102,6 +102,12 @@ class ServerConfig:
     metrics_public: bool = setting(False, _ACCESS, "Serve /metrics without an API key.")
 
     max_body_bytes: int = setting(4 * 2**20, _LIMITS, "Maximum size of a request body, in bytes.", low=1)
+    max_outgoing_bytes: int = setting(
+        256 * 2**20,
+        _LIMITS,
+        "Maximum size of all responses that clients have not read, in bytes; each key has its even part.",
+        low=1,
+    )
     max_header_bytes: int = setting(16 * 2**10, _LIMITS, "Maximum size of request headers, in bytes.", low=1)
     max_headers: int = setting(100, _LIMITS, "Maximum number of request headers.", low=1)
     max_connections: int = setting(

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from specinfer.core.errors import ContextLengthError, EngineDeadError, QueueFullError, QuotaError, RequestError
+from specinfer.server.config import ServerConfig
 
 _MAX_MESSAGE = 1000  # a message may quote what was sent
 _CODES = {
@@ -102,6 +103,15 @@ def unsupported(name: str, remedy: str) -> ApiError:
 
 # Exceptions whose message is sent to the client; any other exception is a bug of the server.
 KNOWN = (ApiError, RequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException)
+
+
+def too_much_unread(config: ServerConfig) -> ApiError:
+    return ApiError(
+        "rate_limit_exceeded",
+        f"more than {config.max_outgoing_bytes} bytes of responses are not read (--max-outgoing-bytes); read them, or "
+        "try again later",
+        headers={"Retry-After": "1"},
+    )
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -274,6 +274,11 @@ class Metrics:
                 "Bytes of bodies being read for a key.",
                 {key: one.num_incoming_bytes for key, one in usage},
             ),
+            (
+                "key_outgoing_bytes",
+                "Bytes of large responses that a key's clients have not read.",
+                {key: one.num_outgoing_bytes for key, one in usage},
+            ),
         ):
             yield self._families.gauge(name, help, values, "key")
         for name, help, values in (

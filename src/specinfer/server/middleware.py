@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specinfer.core.errors import QuotaError
-from specinfer.quotas import Quotas
+from specinfer.quotas import Quotas, UnreadResponse
 from specinfer.server.auth import OPEN_PATHS, route_path
 from specinfer.server.config import ServerConfig
 from specinfer.server.dialects import dialect_of
@@ -117,6 +117,7 @@ def _request_id(scope: Scope) -> str:
 
 _CLOSE = {"connection": "close"}  # the rest of such a request is not read
 _SMALL = 2**17  # bytes of JSON that are parsed in the event loop; larger bodies are parsed in a thread
+_PIECE = 2**16  # bytes of a response that are handed over at once; as many are taken before its client reads
 _MANY = 64  # times max_body_bytes: the limit on the bodies that are being read at once, of all clients together
 _DISCARDED = 4  # times max_body_bytes: this much is read and dropped, so that the sender gets to read the response
 
@@ -213,6 +214,19 @@ class Bodies:
         if size > limit:
             raise too_large
         return b"".join(parts)
+
+
+async def send_in_pieces(message: Message, send: Send, unread: UnreadResponse) -> None:
+    """Send a message; a large body in pieces, each when the client has read what came before, but a little."""
+    body = message.get("body", b"")
+    if len(body) <= _PIECE:
+        await send(message)
+        return
+    unread.num_bytes = len(body)
+    for start in range(0, len(body), _PIECE):
+        piece, is_last = body[start : start + _PIECE], start + _PIECE >= len(body)
+        await send({**message, "body": piece, "more_body": not is_last or message.get("more_body", False)})
+        unread.num_bytes -= len(piece)
 
 
 def token_headers(quotas: Quotas, tenant: str) -> dict[str, str]:
