@@ -65,6 +65,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "drafters/growth/draft_sampling.py": ("drafters/growth/test_draft_sampling.py",),
     "drafters/growth/tree_batch.py": ("drafters/growth/test_tree_batch.py",),
     "drafters/lookup/ngram.py": ("drafters/lookup/test_ngram.py",),
+    "drafters/lookup/passage.py": ("drafters/lookup/test_passage.py",),
     "drafters/lookup/prediction.py": ("drafters/lookup/test_prediction.py",),
     "drafters/lookup/suffix.py": ("drafters/lookup/test_suffix.py",),
     "drafters/lookup/suffix_automaton.py": ("drafters/lookup/test_suffix_automaton.py",),

@@ -19,6 +19,8 @@ from specinfer.drafters.lookup.suffix import (
     EARLIER,
     GENERATION_TOKENS,
     MAX_MATCH,
+    PROMPT,
+    REPEATED,
     SALT_CHARACTERS,
     SALT_TOKENS,
     STEP_TOKENS,
@@ -31,6 +33,7 @@ from specinfer.verify import Acceptance
 from tiny import make_request
 
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+SAID = st.lists(st.integers(0, 2), min_size=1, max_size=REPEATED - 2)  # too short to repeat a passage of a prompt
 
 
 def _request(request_id: str, prompt: Sequence[int], said: Sequence[int] = (), salt: str = "") -> Request:
@@ -42,7 +45,7 @@ def _request(request_id: str, prompt: Sequence[int], said: Sequence[int] = (), s
 def _draft(drafter: SuffixDrafter, request: Request, max_nodes: int = 8, max_depth: int = 4) -> TokenTree:
     tree = draft_within(drafter, request, TreeBudget(max_nodes, max_depth))
     assert [draw.node for draw in tree.draws] == list(range(1, len(tree)))
-    assert all(draw.drafter in ("suffix", EARLIER) and 0 < draw.confidence <= 1 for draw in tree.draws)
+    assert all(drafter_of(draw.drafter) == "suffix" and 0 < draw.confidence <= 1 for draw in tree.draws)
     return tree
 
 
@@ -119,7 +122,7 @@ def _twin(text: list[int], stored: list[list[int]], max_depth: int) -> dict[tupl
 
 
 @settings(deadline=None)
-@given(TEXT, TEXT, st.lists(TEXT, max_size=2), st.integers(1, 12), st.integers(1, 4))
+@given(TEXT, SAID, st.lists(TEXT, max_size=2), st.integers(1, 12), st.integers(1, 4))
 def test_the_likeliest_paths_of_the_slow_twin(
     prompt: list[int], said: list[int], stored: list[list[int]], max_nodes: int, max_depth: int
 ) -> None:
@@ -190,6 +193,24 @@ def test_five_tokens_a_pass_on_a_file_that_is_edited_twice() -> None:
                     break
                 node = tree.children[node][token]
         assert len(third) / passes >= 5
+
+
+def test_an_edited_file_is_found_in_the_prompt_and_followed() -> None:
+    source = random.Random(3)
+    prompt = [source.randrange(200) for _ in range(600)]
+    answer = [900, *(token if i % 60 else 901 for i, token in enumerate(prompt))]
+    drafter, request, passes = SuffixDrafter(), _request("0", prompt), 0
+    while request.num_output < len(answer):
+        tree, node, passes = _draft(drafter, request, 16, 16), 0, passes + 1
+        origins = tree.drafters()
+        while request.num_output < len(answer):
+            token = answer[request.num_output]
+            node = tree.children[node].get(token, -1)
+            request.append(token, origins[node] if node >= 0 else None)
+            if node < 0:
+                break
+    assert request.origins.count(PROMPT) > 500
+    assert passes < len(answer) / 10
 
 
 def test_nothing_is_guessed_or_kept_without_a_budget() -> None:

@@ -16,12 +16,14 @@ from specinfer.core.lookups import SOURCE
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Prospect
+from specinfer.drafters.lookup.passage import Alignment
 from specinfer.drafters.lookup.suffix_automaton import SuffixAutomaton
 from specinfer.drafters.lookup.suffix_growth import Match, follow, grow
 from specinfer.verify import Acceptance
 
 MAX_MATCH = 32  # length of the suffix that is looked up in other texts; longer ones add little
 STEP_TOKENS = 2048  # read in one step at most, so that a long prompt delays no step: 4 ms of ordinary text
+REPEATED = 6  # tokens that an output repeats of its prompt, from which on it is taken to repeat a passage
 PIECE_TOKENS = 512  # tokens of an answer that are read into the store at once
 # The charge for a salt and for each of its generations, in addition to their tokens: an empty automaton already takes
 # as much memory as this many tokens.
@@ -29,6 +31,7 @@ SALT_TOKENS = 16
 GENERATION_TOKENS = 16
 SALT_CHARACTERS = 32  # characters of a salt's name that are charged as one token
 NAME = "suffix"  # of the drafter, and of draft tokens from the request's own text
+PROMPT = f"{NAME}{SOURCE}prompt"  # the name of those from a passage of the prompt that the output repeats
 EARLIER = f"{NAME}{SOURCE}earlier"  # the name of draft tokens from answers of finished requests
 
 
@@ -106,6 +109,22 @@ class _Reading:
 
     request: Request
     text: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    alignment: Alignment | None = None  # of the output in the prompt, once it repeats a passage
+
+    def passages(self, num_repeated: int) -> list[Match]:
+        """Return where the output may go on in the prompt.
+
+        Args:
+            num_repeated: Tokens at the end of the text that also occur earlier in it.
+        """
+        request = self.request
+        if self.alignment is None:
+            if min(num_repeated, request.num_output) < REPEATED:
+                return []
+            self.alignment = Alignment(request.prompt_ids, begins=False)
+        unread = request.token_ids[len(request.prompt_ids) + self.alignment.num_read :]
+        self.alignment.read(unread, REPEATED)
+        return self.alignment.matches(PROMPT)
 
 
 class SuffixDrafter:
@@ -189,11 +208,13 @@ class SuffixDrafter:
     def _matches(self, request: Request) -> list[Match]:
         """Return the matches in the request's own text and in the store; the caller holds the store's lock."""
         tail = request.token_ids[-MAX_MATCH:]
-        text = self._readings[request.request_id].text
+        reading = self._readings[request.request_id]
+        text = reading.text
         if text.num_tokens == len(request.token_ids):
             state = text.links[text.last]  # the longest suffix that also occurs at another place
             in_text = Match(text, state, text.lengths[state], self.name)
         else:  # a long prompt, still being read
             in_text = Match(text, *text.match(tail), self.name)
         stored = None if request.cache_salt is None else self.store.match(request.cache_salt, tail)
-        return [in_text, stored] if stored else [in_text]
+        matches = [*reading.passages(in_text.length), in_text]
+        return [*matches, stored] if stored else matches

@@ -5,14 +5,14 @@ doubt, which falls with the length of the stretch. Sources: SuffixDecoding (Olia
 in prediction by partial matching.
 """
 
+from array import array
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import MAX_PROSPECT, Prospect
-from specinfer.drafters.lookup.suffix_automaton import SuffixAutomaton
 
 MAX_CHILDREN = 32  # the largest number of continuations of one stretch, the ones seen first
 MIN_PATH_PROB = 0.002  # less likely tokens are not worth a place in any tree
@@ -21,6 +21,29 @@ MIN_PATH_PROB = 0.002  # less likely tokens are not worth a place in any tree
 # files one occurrence after L tokens came true in 1 / (1 + 2 / L**0.8) of the cases (24 % after one token, 45 % after
 # two, 60 % after four, 79 % after twelve, 91 % after thirty).
 _DOUBT: tuple[float, ...] = tuple(2.0 / max(length, 1) ** 0.8 for length in range(257))
+
+
+class Text(Protocol):
+    """A text that was read, as a graph of states; attributes as those of `SuffixAutomaton`."""
+
+    @property
+    def only_tokens(self) -> "array[int]": ...
+
+    @property
+    def only_targets(self) -> "array[int]": ...
+
+    @property
+    def counts(self) -> "array[int]": ...
+
+    @property
+    def links(self) -> "array[int]": ...
+
+    @property
+    def lengths(self) -> "array[int]": ...
+
+    def follow(self, state: int, token: int) -> int: ...
+
+    def continuations(self, state: int, limit: int) -> Sequence[tuple[int, int]]: ...
 
 
 class Match(NamedTuple):
@@ -33,7 +56,7 @@ class Match(NamedTuple):
         name: The name of draft tokens from there: that of the drafter, with the source.
     """
 
-    text: SuffixAutomaton
+    text: Text
     state: int
     length: int
     name: str
@@ -123,7 +146,7 @@ def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
 
 # -path_prob, order, text, state, match length, node, token, name: `token` drafted after `node`, leading to `state`.
 # With token -1: what else followed the suffixes of `state`, at this node. A named tuple would take a third longer.
-_Guess: TypeAlias = tuple[float, int, SuffixAutomaton, int, int, int, int, str]
+_Guess: TypeAlias = tuple[float, int, Text, int, int, int, int, str]
 
 
 class _Front:
@@ -134,14 +157,10 @@ class _Front:
         self.order = count()  # breaks ties: the first found comes first
         self.heap: list[_Guess] = []
 
-    def add(
-        self, negated: float, text: SuffixAutomaton, state: int, length: int, node: int, token: int, name: str
-    ) -> None:
+    def add(self, negated: float, text: Text, state: int, length: int, node: int, token: int, name: str) -> None:
         heappush(self.heap, (negated, next(self.order), text, state, length, node, token, name))
 
-    def push(
-        self, text: SuffixAutomaton, state: int, length: int, longer: int, node: int, path_prob: float, name: str
-    ) -> None:
+    def push(self, text: Text, state: int, length: int, longer: int, node: int, path_prob: float, name: str) -> None:
         """Add what followed a stretch, except what also followed the state `longer`.
 
         If there is nothing, the next shorter suffix is used. On a tie the tokens first seen last come first, since
