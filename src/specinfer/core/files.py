@@ -1,9 +1,19 @@
 """Files: texts that settings name, the folder of the cache, and writes that are complete or do not happen."""
 
+import contextlib
 import os
+import shutil
+import tempfile
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+
+from specinfer.core.systems import lock_file
+
+_LOCK = ".lock"  # held while a temporary folder is used
+_YOUNG = 60.0  # seconds; a folder as young may not be locked yet
 
 
 def cache_folder() -> Path:
@@ -42,3 +52,46 @@ def read_text(name: str, path: str | Path) -> str:
         raise ValueError(f"{name}: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: {path} is not UTF-8 text") from error
+
+
+class TemporaryFolder:
+    """A private folder, removed when it is closed or when the process ends.
+
+    What a process that was killed has left is removed when the next folder of its kind is made.
+
+    Args:
+        kind: Word for its name.
+    """
+
+    def __init__(self, kind: str) -> None:
+        prefix = f"specinfer-{kind}-"
+        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
+            with contextlib.suppress(OSError):  # it is in use, another's, or gone
+                _remove_unused(left)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        lock_file(lock)
+        self._end = weakref.finalize(self, _remove, self.path, lock)
+
+    def close(self) -> None:
+        self._end()
+
+
+def _remove_unused(lock_path: Path) -> None:
+    """Remove the folder of a lock that nobody holds.
+
+    Raises:
+        OSError: It is in use, or another user's.
+    """
+    lock = os.open(lock_path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        lock_file(lock)
+        if time.time() - os.fstat(lock).st_mtime > _YOUNG:
+            shutil.rmtree(lock_path.parent)  # follows no links
+    finally:
+        os.close(lock)
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)

@@ -13,7 +13,6 @@ import socket
 import ssl
 import stat
 import struct
-import tempfile
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specinfer.core.files import TemporaryFolder
 from specinfer.core.parallel_config import Place, make_tls
 from specinfer.parallel.sender import LinkError, Sender, read_exactly, shut
 
@@ -62,7 +62,13 @@ class Links:
         find_address: Callable[[int], Address],
         serve_store: Callable[[socket.socket], None] | None = None,
     ) -> None:
-        self.place = place = _with_folder(place) if place.is_on_one_machine else place
+        self._temporary: TemporaryFolder | None = None
+        if place.is_on_one_machine and not place.folder:
+            self._temporary = TemporaryFolder("ranks")
+            place = replace(place, folder=str(self._temporary.path))
+        elif place.is_on_one_machine:
+            _make_private(Path(place.folder))
+        self.place = place
         self._find_address, self._serve_store = find_address, serve_store
         is_secret = not place.is_on_one_machine and place.cluster_cert is not None
         self._tls = make_tls(str(place.cluster_cert)) if is_secret else None
@@ -151,7 +157,9 @@ class Links:
             sender.close()
         for connection in (*self._received.values(), *self._greeting, *self._others, self._listener):
             shut(connection)
-        if self.place.is_on_one_machine and self.place.rank == 0:
+        if self._temporary is not None:
+            self._temporary.close()
+        elif self.place.is_on_one_machine and self.place.rank == 0:
             shutil.rmtree(self.place.folder, ignore_errors=True)
 
     def _dial_once(self, rank: int, tag: int) -> socket.socket:
@@ -255,16 +263,12 @@ def _socket_path(place: Place, rank: int) -> str:
     return str(Path(place.folder) / str(rank))
 
 
-def _with_folder(place: Place) -> Place:
-    """Return the place with a folder that only this user can enter."""
-    if not place.folder:
-        return replace(place, folder=tempfile.mkdtemp(prefix="specinfer-ranks-"))
-    folder = Path(place.folder)
+def _make_private(folder: Path) -> None:
+    """Create a folder that only this user can enter, if it is not there."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ValueError(f"TMPDIR: {folder} does not belong to this user alone; remove it, or set another folder")
-    return place
 
 
 def _listen(place: Place) -> socket.socket:

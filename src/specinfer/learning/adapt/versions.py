@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from specinfer.core.files import TemporaryFolder
 from specinfer.core.systems import lock_file
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,9 @@ class AdaptationFolder:
 
     def __init__(self, folder: str | Path | None, drafters: Sequence[Path] = ()) -> None:
         if folder is None:
-            self.path = Path(tempfile.mkdtemp(prefix="specinfer-adapt-"))
-            self._end: Callable[[], object] = weakref.finalize(self, partial(shutil.rmtree, self.path, True))
+            temporary = TemporaryFolder("adapt")
+            self.path = temporary.path
+            self._end: Callable[[], object] = temporary.close
             return
         self.path = Path(folder).expanduser()
         if self.path.resolve() in {drafter.resolve() for drafter in drafters}:

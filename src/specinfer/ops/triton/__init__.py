@@ -4,11 +4,9 @@ A kernel's module imports Triton. It must only be imported where `runs_on` retur
 TRITON_INTERPRET=1 first: then kernels run on the CPU, one program after the other.
 """
 
-import atexit
 import logging
 import math
 import os
-import shutil
 import tempfile
 import threading
 from contextlib import AbstractContextManager, nullcontext
@@ -21,11 +19,11 @@ import torch
 from torch import Tensor
 
 from specinfer.core.errors import first_line
-from specinfer.core.files import cache_folder
+from specinfer.core.files import TemporaryFolder, cache_folder
 
 logger = logging.getLogger(__name__)
 _LOCK = threading.Lock()
-_temporary: list[Path] = []  # the folder, once it is needed
+_temporary: list[TemporaryFolder] = []  # the folder, once it is needed
 
 
 def runs_on(tensor: Tensor) -> bool:
@@ -99,6 +97,5 @@ def temporary_folder(place: Path, error: OSError) -> Path:
                 "compiled kernels are not kept for the next start: %s cannot be written (%s); "
                 "set XDG_CACHE_HOME or TRITON_CACHE_DIR", place, error.strerror,
             )  # fmt: skip
-            _temporary.append(Path(tempfile.mkdtemp(prefix="specinfer-triton-")))
-            atexit.register(shutil.rmtree, _temporary[0], ignore_errors=True)
-        return _temporary[0]
+            _temporary.append(TemporaryFolder("triton"))
+        return _temporary[0].path
