@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from benchmarks.agents.requests import AGENT_KINDS, AGENTS, agent_prompts
 from benchmarks.growth.models import growing
 from benchmarks.options import LabSettings
 from benchmarks.peers.engines import engine_tables
@@ -14,8 +15,9 @@ from benchmarks.peers.race import Peers
 from benchmarks.peers.report import PeerRuns, peer_lines, peer_tables
 from specinfer.bench.comparisons import Compared
 from specinfer.bench.latency import compare_latency, latency_page, plot_latency
-from specinfer.bench.loop import Session
+from specinfer.bench.loop import Session, Turn
 from specinfer.bench.options import CompareConfig, ThroughputConfig
+from specinfer.bench.prompts import PromptSet
 from specinfer.bench.serve import serve_under_load
 from specinfer.bench.serve_options import ServeConfig
 from specinfer.bench.serve_report import Served
@@ -30,19 +32,38 @@ from specinfer.reporting.report import Report, reported
 
 @dataclass(frozen=True, slots=True)
 class GrownLatencyConfig(CompareConfig):
-    """Options of the latency measurement of grown models, with other engines."""
+    """Options of the latency measurement of grown models, on more kinds of prompts, with other engines."""
 
     grow: str | None = setting_of(LabSettings, "grow")
     peers: tuple[str, ...] = setting_of(LabSettings, "peers")
     sweep: bool = setting_of(LabSettings, "sweep")
+    kinds: tuple[str, ...] | None = setting_of(LabSettings, "kinds")
     markdown: str | Path | None = setting_of(LabSettings, "markdown")
+
+    @property
+    def more_kinds(self) -> tuple[str, ...]:
+        return (*AGENT_KINDS, AGENTS)
+
+    @property
+    def asks_agents(self) -> bool:
+        return not set(self.kinds or ()).isdisjoint(self.more_kinds)
 
     def __post_init__(self) -> None:
         CompareConfig.__post_init__(self)
+        if self.asks_agents and not set(self.kinds or ()) <= set(self.more_kinds):
+            raise ValueError(
+                f"kinds: {', '.join(self.more_kinds)} are measured apart from others; leave the others out"
+            )
         for peer in self.peers:
             parse_peer(peer, "float32")
         if self.sweep and not self.peers:
             raise ValueError("sweep: it is of the settings of peers; name one with peer")
+
+
+def tuning_turn(prompts: PromptSet) -> Turn:
+    """Return the prompts on which peers are tuned: the first of each kind of requests, or the first two."""
+    kinds = prompts.kinds if prompts.requests else ("first", "second")
+    return Turn(0, tuple(map(kinds.index, dict.fromkeys(kinds)))[: len(prompts.token_ids)], ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +104,16 @@ def run_grown_latency(config: GrownLatencyConfig, progress: StageBar) -> Report[
             device=loaded.device,
             max_len=max_len,
             sweep=config.sweep,
+            num_outputs=prompts.most_outputs,
+            has_requests=bool(prompts.requests),
         ) as peers:
             peers.start(session.progress.stage)
-            peers.tune(prompts.token_ids, config.sampling_params(0), session.progress.stage)
+            peers.tune(session.batch(tuning_turn(prompts)), session.progress.stage)
             started.append(peers)
             yield peers
 
-    ours = compare_latency(config, progress, start if config.peers else None, growing(config.grow))
+    read = partial(agent_prompts, config=config) if config.asks_agents else None
+    ours = compare_latency(config, progress, start if config.peers else None, growing(config.grow), read)
     page = latency_page(ours)
     if not started:
         return replace(page, measured=PeerLatency(ours))  # type: ignore[arg-type, return-value]  # its type changes

@@ -31,6 +31,14 @@ class LabSettings:
     sweep: bool = setting(
         False, SPECULATION, "Measure each of the usual settings of a peer by itself, and not only its fastest ones."
     )
+    kinds: tuple[str, ...] | None = setting(
+        None,
+        SAMPLING,
+        "Kind of chat prompts: questions, rewriting, code, lists, stories, functions to complete, or all of these; or "
+        "of agent work: extraction, calls, edits, quotes, samples, or agents for all of these. May be repeated.",
+        name="kind",
+        metavar="KIND",
+    )
     markdown: str | Path | None = setting(None, "Output", "Write the tables to this file in Markdown.", metavar="FILE")
     repeats: int = setting(7, SAMPLING, "Number of timed passes of each kind.", low=1)
     model: str = setting_of(EngineArgs, "model", default="demo")

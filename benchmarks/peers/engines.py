@@ -43,9 +43,10 @@ class EngineRow:
         """Number of outputs that are those of the engine's plain decoding."""
         if self.plain is None or self.is_plain:
             return None
-        pairs = zip(self.plain.runs, self.arm.runs, strict=True)
-        parted = partings((plain.token_ids[: len(run.token_ids)], run.token_ids) for plain, run in pairs)
-        return f"{len(self.arm.runs) - len(parted)} of {len(self.arm.runs)}"
+        runs = zip(self.plain.runs, self.arm.runs, strict=True)
+        pairs = [pair for plain, run in runs for pair in zip(plain.outputs, run.outputs, strict=True)]
+        parted = partings((plain[: len(output)], output) for plain, output in pairs)
+        return f"{len(pairs) - len(parted)} of {len(pairs)}"
 
     def of(self, prompts: set[int]) -> "EngineRow":
         """Return the row with only the runs on these prompts."""

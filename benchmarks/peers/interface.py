@@ -19,6 +19,7 @@ class Load:
         dtype: Type that our own models compute in.
         looks_up: Whether draft tokens are looked up in the prompt and the output.
         sweep: Whether each of the settings is measured by itself: few that people use, not all that may be fastest.
+        num_outputs: Most outputs of one prompt.
     """
 
     target: str
@@ -28,6 +29,7 @@ class Load:
     device: str
     looks_up: bool = False
     sweep: bool = False
+    num_outputs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Ask:
 
     Attributes:
         settings: Speculation settings, one of those that the peer offered when it was loaded.
+        request: Chat request in the format of OpenAI's API, to answer in place of the prompt until the answer ends.
     """
 
     token_ids: list[int]
@@ -43,6 +46,7 @@ class Ask:
     temperature: float
     seed: int
     settings: Settings
+    request: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +54,13 @@ class Generated:
     """The generated tokens and their times.
 
     Attributes:
+        outputs: Tokens of each output of the prompt.
         num_first: Number of tokens that arrived first, together. `time` starts at their arrival.
         prompt_time: Seconds until the first tokens arrived.
         time: Seconds from the first tokens to the last token.
     """
 
-    token_ids: list[int]
+    outputs: list[list[int]]
     num_first: int
     prompt_time: float
     time: float
@@ -89,7 +94,7 @@ class Stopwatch:
     def stop(self, token_ids: list[int]) -> Generated:
         end = time.perf_counter()
         assert self.first is not None
-        return Generated(token_ids, self.num_first, self.first - self.start, end - self.first)
+        return Generated([token_ids], self.num_first, self.first - self.start, end - self.first)
 
 
 def answer(adapter: Adapter, message: Mapping[str, Any]) -> dict[str, Any]:

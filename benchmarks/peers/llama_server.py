@@ -12,6 +12,8 @@ import json
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,13 @@ PROGRAM = "llama-server"
 _COUNTS, _LEAST_PROBS = (2, 3, 4, 8, 16), (0.0, 0.6)  # draft tokens in a chain, and the least probability of each
 _SWEPT = ((2, 0.6), (3, 0.6), (4, 0.6), (8, 0.6))
 _MOST = max(_COUNTS)
-_LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache")  # the first one is swept
+# The first one is swept. The last ones look up fewer tokens than usual, and draft fewer.
+_LOOKUPS: tuple[Settings, ...] = (
+    *({"spec-type": name} for name in ("ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache")),
+    {"spec-type": "ngram-simple", "spec-ngram-simple-size-n": 4, "spec-ngram-simple-size-m": 16},
+    {"spec-type": "ngram-map-k", "spec-ngram-map-k-size-n": 4, "spec-ngram-map-k-size-m": 16},
+)
+_END = -1  # stands for the token that ends an output
 _TAKEN = 1.2  # memory of a server, over the sizes of its files: weights are stored a second time, for its kernels
 _SPARE = 2 * 2**30  # bytes that are left to others
 
@@ -76,7 +84,7 @@ class LlamaServer:
         """Start a server with the first of the settings, which are flags to try, and return all of them."""
         self._job, offered = job, list[Settings]([{}])
         if job.looks_up:
-            offered = [{"spec-type": name} for name in (_LOOKUPS[:1] if job.sweep else _LOOKUPS)]
+            offered = list(_LOOKUPS[:1] if job.sweep else _LOOKUPS)
         elif job.drafter is not None:
             offered = [
                 {"spec-type": "draft-simple", "spec-draft-n-max": count, "spec-draft-p-min": least}
@@ -104,9 +112,10 @@ class LlamaServer:
             self._loaded.pop(next(iter(self._loaded))).end()
 
     def _started(self, job: Load, settings: Settings) -> _Server:
-        port, threads, room = free_port(), str(self._num_threads), str(job.max_len + _MOST + 1)
-        words = [self._program, "--host", "127.0.0.1", "--port", str(port), "-m", job.target, "-c", room]
-        words += ["-b", room, "-ub", room, "-t", threads, "-tb", threads, "-np", "1", "--no-webui"]
+        port, threads, slots = free_port(), str(self._num_threads), job.num_outputs
+        room = job.max_len + _MOST + 1
+        words = [self._program, "--host", "127.0.0.1", "--port", str(port), "-m", job.target, "-c", str(room * slots)]
+        words += ["-b", str(room), "-ub", str(room), "-t", threads, "-tb", threads, "-np", str(slots), "--no-webui"]
         words += [] if job.drafter is None else ["-md", job.drafter]
         words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
@@ -119,9 +128,30 @@ class LlamaServer:
 
     def generate(self, ask: Ask) -> Generated:
         self._settings = ask.settings
+        if ask.request is not None:
+            return self._answer(ask.request)
         reply = self.complete(ask.token_ids, ask.max_tokens, ask.temperature, ask.seed)
         times = reply["timings"]
-        return Generated(reply["tokens"], 1, times["prompt_ms"] / 1000, times["predicted_ms"] / 1000)
+        return Generated([reply["tokens"]], 1, times["prompt_ms"] / 1000, times["predicted_ms"] / 1000)
+
+    def _answer(self, request: Mapping[str, Any]) -> Generated:
+        """Answer a chat request, whose prompt is read anew."""
+        body = {**request, "seed": request["seed"] % 2**32, "cache_prompt": False, "return_tokens": True}
+        num_outputs = request.get("n", 1)
+        begin = time.perf_counter()
+        reply = self._reply(
+            "/v1/chat/completions", body | {"verbose": True}, self._timeout * (60 + num_outputs * request["max_tokens"])
+        )
+        total, times = time.perf_counter() - begin, reply["timings"]
+        prompt_time = times["prompt_ms"] / 1000
+        if num_outputs == 1:
+            return Generated([reply["__verbose"]["tokens"]], 1, prompt_time, times["predicted_ms"] / 1000)
+        # The server reports tokens and times of the first output only.
+        outputs = [
+            self.tokenize(choice["message"]["content"], is_prompt=False) + [_END] * (choice["finish_reason"] == "stop")
+            for choice in reply["choices"]
+        ]
+        return Generated(outputs, num_outputs, prompt_time, total - prompt_time)
 
     def complete(
         self, token_ids: list[int], num_tokens: int, temperature: float = 0.0, seed: int = 0, num_probs: int = 0
@@ -138,13 +168,13 @@ class LlamaServer:
         }  # fmt: skip
         return self._reply("/completion", body, self._timeout * (60 + num_tokens))
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that its model puts around each.
+    def tokenize(self, text: str, *, is_prompt: bool = True) -> list[int]:
+        """Return the tokens of a text, with those that its model puts around each prompt.
 
         Raises:
             WorkerError: As of `complete`.
         """
-        body = {"content": text, "add_special": True, "parse_special": True}
+        body = {"content": text, "add_special": is_prompt, "parse_special": True}
         tokens: list[int] = self._reply("/tokenize", body, self._timeout)["tokens"]
         return tokens
 

@@ -19,6 +19,7 @@ class Library:
         drafting: Suffix of its name when it speculates with a drafter.
         lookup: Suffix of its name when it looks draft tokens up in its own text, or None if it is not measured so.
         package: Package that has to be installed for the module.
+        takes_requests: Whether it answers chat requests with formats and tools.
     """
 
     module: str | None
@@ -29,6 +30,7 @@ class Library:
     needs_gguf: bool = True
     cpu_only: bool = True
     package: str | None = None
+    takes_requests: bool = False
 
     def missing(self) -> str | None:
         """Return the command that installs its package, or None if it is installed."""
@@ -43,7 +45,7 @@ LIBRARIES = {
     ),
     "llama.cpp": Library(
         None, ("f32", "f16", "bf16", "q8_0", "q4_0", OWN_FILE),
-        {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}, "draft", "lookup",
+        {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}, "draft", "lookup", takes_requests=True,
     ),
 }  # fmt: skip
 

@@ -19,11 +19,11 @@ from benchmarks.peers.plain_folder import plain_folder
 from benchmarks.peers.report import PeerRuns
 from benchmarks.process import Worker, WorkerError
 from specinfer.bench.models import Models
+from specinfer.bench.prompts import Asked
 from specinfer.bench.results import Arm, Run
 from specinfer.core.errors import ModelError
 from specinfer.core.files import cache_folder
 from specinfer.core.lookups import reserved_names
-from specinfer.core.sampling import SamplingParams
 from specinfer.model.definition import load_config, load_plain
 from specinfer.model.gguf.folder import weights_file
 from specinfer.model.gguf.writing import write_gguf
@@ -31,9 +31,7 @@ from specinfer.model.offload.shards import Shards
 
 LOADING_TIMEOUT = 3600.0  # seconds, since files may have to be converted
 TIMEOUT_PER_TOKEN = 4.0
-# All settings are ranked on the first prompt, then the finalists on the first two.
-_NUM_TUNING_PROMPTS = 2
-_NUM_FINALISTS = 6
+_NUM_FINALISTS = 6  # all settings are ranked on the first prompt, then the finalists on all that are for tuning
 _BESIDE_FILE = "bf16"  # the type of a drafter's weights when the target's own GGUF file is used
 _GGUF_LAYOUT = 2  # increment when the layout of the written files changes
 
@@ -87,6 +85,8 @@ class Peers:
 
     Args:
         sweep: Whether each of a peer's settings is measured by itself, or the fastest is found before.
+        num_outputs: Most outputs of one prompt.
+        has_requests: Whether the prompts are chat requests.
     """
 
     def __init__(
@@ -98,10 +98,13 @@ class Peers:
         device: torch.device,
         max_len: int,
         sweep: bool = False,
+        num_outputs: int = 1,
+        has_requests: bool = False,
     ) -> None:
         measured = str(dtype).removeprefix("torch.")
         self._wanted = list(dict.fromkeys(parse_peer(name, measured) for name in names))
         self._models, self._sweep = models, sweep
+        self._num_outputs, self._has_requests = num_outputs, has_requests
         self._servers: dict[tuple[int, str], Any] = {}  # of llama.cpp, which share the memory
         self._dtype, self._device, self._max_len = measured, str(device), max_len
         self._entries: dict[str, _Entry] = {}
@@ -122,23 +125,23 @@ class Peers:
             except (ModelError, WorkerError, OSError) as error:
                 self._skipped[peer.name] = str(error)
 
-    def tune(self, prompts: Sequence[list[int]], params: SamplingParams, report: Callable[[str], None]) -> None:
+    def tune(self, prompts: Sequence[Asked], report: Callable[[str], None]) -> None:
         """Find the fastest settings of each peer, and warm it up; in a sweep the first turns do."""
         for name in [] if self._sweep else self.names:
             report(f"tuning {name}")
             with suppress(WorkerError):
-                self._tune(self._entries[name], prompts[:_NUM_TUNING_PROMPTS], params)
+                self._tune(self._entries[name], prompts)
 
-    def measure(self, name: str, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run | None:
+    def measure(self, name: str, asked: Asked, number: int, repeat: int) -> Run | None:
         """Measure and return one run, or None if the peer has failed. A run with a negative repeat is not kept."""
         if (entry := self._entries.get(name)) is None:
             return None
         with suppress(WorkerError):
-            run = self._run(entry, prompt, params, number, repeat)
+            run = self._run(entry, asked, number, repeat)
             if run.num_decoded or repeat < 0:
                 entry.runs += [run] if repeat >= 0 else []
                 return run
-            self._drop(name, f"all {params.max_tokens} tokens came at once; raise max_tokens")
+            self._drop(name, f"all {run.num_tokens} tokens came at once; raise max_tokens")
         return None
 
     def runs(self) -> PeerRuns:
@@ -158,12 +161,16 @@ class Peers:
             raise WorkerError(command)
         if library.cpu_only and self._device != "cpu":
             raise WorkerError("it is measured on the CPU only; use --device cpu")
+        if self._has_requests and not library.takes_requests:
+            raise WorkerError("it answers no chat requests with formats and tools")
         folders = [self._models.target, *([self._drafter()] if peer.has_drafter else [])]
         files = [self._as_read(peer, folder) for folder in folders]
         engine = self._start(library)
         drafter = str(files[1]) if peer.has_drafter else None
         dtype = self._dtype if library.needs_gguf else peer.weights
-        job = Load(str(files[0]), drafter, self._max_len, dtype, self._device, peer.looks_up, self._sweep)
+        job = Load(
+            str(files[0]), drafter, self._max_len, dtype, self._device, peer.looks_up, self._sweep, self._num_outputs
+        )
         offered = engine.load(job)
         if not self._sweep or offered == [{}]:
             return [_Entry(peer.name, peer, engine, offered)]
@@ -202,10 +209,10 @@ class Peers:
             )
         return gguf_of(folder, _BESIDE_FILE)
 
-    def _tune(self, entry: _Entry, prompts: Sequence[list[int]], params: SamplingParams) -> None:
-        def seconds(settings: Settings, prompts: Sequence[list[int]]) -> float:
+    def _tune(self, entry: _Entry, prompts: Sequence[Asked]) -> None:
+        def seconds(settings: Settings, prompts: Sequence[Asked]) -> float:
             entry.settings = settings
-            runs = [self._run(entry, prompt, params, 0, -1) for prompt in prompts]
+            runs = [self._run(entry, asked, 0, -1) for asked in prompts]
             return sum(run.time / run.num_decoded if run.num_decoded else math.inf for run in runs)
 
         seconds(entry.offered[0], prompts[:1])  # warms up
@@ -217,18 +224,19 @@ class Peers:
                 finalists = [finalists[i] for i in order[:_NUM_FINALISTS]]
         entry.settings = finalists[0]
 
-    def _run(self, entry: _Entry, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run:
+    def _run(self, entry: _Entry, asked: Asked, number: int, repeat: int) -> Run:
         """Run one prompt. A peer that fails is dropped."""
+        params, body = asked.params, None if asked.request is None else asked.request.body
         assert params.max_tokens is not None
-        ask = Ask(prompt, params.max_tokens, params.temperature, params.seed or 0, entry.settings)
+        ask = Ask(asked.token_ids, params.max_tokens, params.temperature, params.seed or 0, entry.settings, body)
         try:
             made = entry.engine.generate(ask)
-            if len(made.token_ids) != params.max_tokens:
-                raise WorkerError(f"{len(made.token_ids)} tokens came, not {params.max_tokens}")
+            if body is None and len(made.outputs[0]) != params.max_tokens:
+                raise WorkerError(f"{len(made.outputs[0])} tokens came, not {params.max_tokens}")
         except WorkerError as error:
             self._drop(entry.name, str(error))
             raise
-        outputs, total = (tuple(made.token_ids),), made.prompt_time + made.time
+        outputs, total = tuple(map(tuple, made.outputs)), made.prompt_time + made.time
         return Run(repeat, (number,), made.prompt_time, made.time, total, outputs, num_first=made.num_first)
 
     def _drop(self, name: str, reason: str) -> None:

@@ -29,7 +29,11 @@ def settings_text(peer: Arm) -> str:
 
 def peer_partings(plain: Arm, peer: Arm) -> list[int]:
     """Return the length of the common prefix with our plain decoding, for each run that differs from it."""
-    return partings((one.token_ids, run.token_ids) for one, run in zip(plain.runs, peer.runs, strict=True))
+    return partings(
+        pair
+        for ours, theirs in zip(plain.runs, peer.runs, strict=True)
+        for pair in zip(ours.outputs, theirs.outputs, strict=True)
+    )
 
 
 def _ratio(ours: Arm, peer: Arm, value: Any) -> Spread:
@@ -122,7 +126,7 @@ def _parting(peer: Arm, ours: Compared) -> str:
         return ""
     if parted := peer_partings(ours.result.plain, peer):
         return (
-            f": {len(parted)} of {len(peer.runs)} outputs part from our plain decoding, "
+            f": {len(parted)} of {ours.result.num_outputs} outputs part from our plain decoding, "
             f"the earliest after {min(parted)} tokens"
         )
     return f": the same tokens as our plain decoding in all {len(peer.runs)} runs"

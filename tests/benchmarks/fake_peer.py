@@ -46,4 +46,5 @@ class FakePeer:
                 raise RuntimeError("\nwhere it was\nwhat it was\n")
         num_tokens = ask.max_tokens - 1 if self._failure == "stop" else ask.max_tokens
         each = 1.0 + abs(ask.settings["num_draft"] - 3) if ask.settings else 1.0
-        return Generated([TOKEN] * num_tokens, 2 if ask.settings else 1, 0.5, each * num_tokens)
+        outputs = [[TOKEN] * num_tokens] * (ask.request or {}).get("n", 1)
+        return Generated(outputs, 2 if ask.settings else 1, 0.5, each * num_tokens)

@@ -106,7 +106,7 @@ def test_messages_and_their_answers(process: Worker) -> None:
     assert process.ask(load_message(), 20) == {"settings": [{}], "version": "fake on 2"}
     assert process.ask(load_message("drafter"), 20)["settings"][0] == {"num_draft": 1}
     said = process.ask(ask_message(num_draft=4), 20)
-    assert said == {"token_ids": [TOKEN] * 4, "num_first": 2, "prompt_time": 0.5, "time": 8.0}
+    assert said == {"outputs": [[TOKEN] * 4], "num_first": 2, "prompt_time": 0.5, "time": 8.0}
     with pytest.raises(WorkerError, match="KeyError: 'num_draft'"):
         process.ask(ask_message(other=1), 20)
     assert process.ask(ask_message(), 20)["time"] == 4.0  # an error ends nothing
@@ -286,10 +286,10 @@ def check_adapter(adapter: Adapter, job: Load, prompt: tuple[int, ...], text: li
     offered = adapter.load(job)
     for settings in offered[:: max(1, len(offered) // 4)]:
         made = adapter.generate(Ask(list(prompt), len(text), 0.0, 0, settings))
-        assert made.token_ids == text, settings
+        assert made.outputs == [text], settings
         assert 1 <= made.num_first <= len(text)
         assert min(made.time, made.prompt_time) > 0
-    assert len(adapter.generate(Ask(list(prompt), len(text), 0.8, 3, offered[-1])).token_ids) == len(text)
+    assert len(adapter.generate(Ask(list(prompt), len(text), 0.8, 3, offered[-1])).outputs[0]) == len(text)
 
 
 @pytest.fixture
@@ -322,6 +322,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.reply(200, {{}})
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            return self.reply(200, {{"tokens": list(body["content"].encode())}})
+        if self.path == "/v1/chat/completions":
+            assert (body["cache_prompt"], body["return_tokens"], body["verbose"]) == (False, True, True)
+            message = {{"message": {{"content": body["messages"][0]["content"]}}, "finish_reason": "stop"}}
+            choices = [message | {{"index": i}} for i in range(body.get("n", 1))]
+            times = {{"prompt_ms": 0.0, "predicted_ms": 250.0}}
+            return self.reply(200, {{"choices": choices, "timings": times, "__verbose": {{"tokens": [8, 9]}}}})
         if body["seed"] == 13:
             return self.reply(400, {{"error": "no luck"}})
         if body["seed"] == 14:
@@ -349,7 +357,12 @@ def test_the_server_of_llama_cpp_is_driven_over_http(tmp_path: Path, monkeypatch
         assert server.version == "llama.cpp 9 (fake)"
         assert server.load(Load("m.gguf", None, 64, "float32", "cpu")) == [{}]
         made = server.generate(Ask([5, 6], 3, 0.0, 0, {}))
-        assert (made.token_ids, made.num_first, made.prompt_time, made.time) == ([5, 6, 7], 1, 0.5, 0.25)
+        assert (made.outputs, made.num_first, made.prompt_time, made.time) == ([[5, 6, 7]], 1, 0.5, 0.25)
+        request = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 4, "seed": 2**40 + 3}
+        made = server.generate(Ask([], 4, 0.0, 0, {}, request))
+        assert (made.outputs, made.num_first, made.time) == ([[8, 9]], 1, 0.25)
+        several = server.generate(Ask([], 4, 0.0, 0, {}, request | {"n": 3}))
+        assert (several.outputs, several.num_first) == ([[97, 98, -1]] * 3, 3)
         with pytest.raises(WorkerError, match="llama-server: no luck"):
             server.generate(Ask([5], 3, 0.0, 13, {}))
         with pytest.raises(WorkerError, match="llama-server ended: last words"):
@@ -362,12 +375,11 @@ def test_the_server_of_llama_cpp_is_driven_over_http(tmp_path: Path, monkeypatch
     try:
         offered = drafting.load(Load("m.gguf", "d.gguf", 64, "float32", "cpu"))
         assert offered[0] == {"spec-type": "draft-simple", "spec-draft-n-max": 2, "spec-draft-p-min": 0.0}
-        assert drafting.generate(Ask([5], 2, 0.0, 0, offered[-1])).token_ids == [16, 16]
-        first = drafting.generate(Ask([5], 2, 0.0, 0, offered[0])).token_ids
-        assert first == [2, 2]
+        assert drafting.generate(Ask([5], 2, 0.0, 0, offered[-1])).outputs == [[16, 16]]
+        assert drafting.generate(Ask([5], 2, 0.0, 0, offered[0])).outputs == [[2, 2]]
         assert len(drafting._loaded) == 2  # while memory lasts
         lasting.append(0)
-        assert drafting.generate(Ask([5], 2, 0.0, 0, offered[2])).token_ids == [3, 3]
+        assert drafting.generate(Ask([5], 2, 0.0, 0, offered[2])).outputs == [[3, 3]]
         assert len(drafting._loaded) == 1
         swept = drafting.load(Load("m.gguf", "d.gguf", 64, "float32", "cpu", sweep=True))
         assert [one["spec-draft-n-max"] for one in swept] == [2, 3, 4, 8]
@@ -398,7 +410,7 @@ def test_llama_cpp_generates_the_text_of_the_embedded_pair(
         if weights == "f32":
             check_adapter(server, job, prompt, expected(pair.target, prompt, 24))
         else:  # rounded, so other text
-            assert len(server.generate(Ask(list(prompt), 24, 0.0, 0, server.load(job)[0])).token_ids) == 24
+            assert len(server.generate(Ask(list(prompt), 24, 0.0, 0, server.load(job)[0])).outputs[0]) == 24
     finally:
         server.close()
 

@@ -123,6 +123,13 @@ class ArmRow(NamedTuple):
     def partings(self) -> list[int] | None:
         return None if self.is_plain else self.result.partings(self.arm)
 
+    @property
+    def same_texts(self) -> str | None:
+        """Number of outputs that are those of plain decoding, and of all."""
+        if (parted := self.partings) is None:
+            return None
+        return f"{self.result.num_outputs - len(parted)} of {self.result.num_outputs}"
+
 
 TREE = Value[ArmRow]("", lambda row: row.arm.name, heading="tree", label=True)
 TOKENS_PER_PASS = Value[ArmRow]("tokens_per_pass", lambda row: row.arm.tokens_per_pass, "{:.2f}", "tokens/pass")

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from rich.markup import escape
+
 from specinfer.bench.comparisons import (
     NUM_PASSES,
     PARTINGS,
@@ -23,11 +25,11 @@ from specinfer.bench.comparisons import (
     arms_dict,
     tokens_per_second,
 )
-from specinfer.bench.loop import Prepare, Session, Turn, open_session
-from specinfer.bench.measurement import measure_request
+from specinfer.bench.loop import Prepare, ReadPrompts, Session, Turn, open_session
+from specinfer.bench.measurement import measure_batch, measure_request
 from specinfer.bench.options import CompareConfig
+from specinfer.bench.prompts import Asked
 from specinfer.bench.results import Arm, Run
-from specinfer.core.sampling import SamplingParams
 from specinfer.reporting.plots import PART_COLOURS, Panel, Series, draw_plot
 from specinfer.reporting.progress_bar import StageBar
 from specinfer.reporting.report import Report, Table, Value, reported
@@ -43,7 +45,7 @@ class OtherEngines(Protocol):
     def names(self) -> list[str]:
         """Names of those that have not failed."""
 
-    def measure(self, name: str, prompt: list[int], params: SamplingParams, number: int, repeat: int) -> Run | None:
+    def measure(self, name: str, asked: Asked, number: int, repeat: int) -> Run | None:
         """Measure one run, or return None if the engine has failed."""
 
 
@@ -58,12 +60,14 @@ def compare_latency(
     progress: StageBar,
     others: Callable[[Session], AbstractContextManager[OtherEngines]] | None = None,
     prepare: Prepare | None = None,
+    read: ReadPrompts | None = None,
 ) -> Compared:
     """Let plain decoding and the trees take turns on each prompt.
 
     Args:
         others: Function that starts other engines, which take turns too. They are not compared.
         prepare: Function that changes the models before they are loaded.
+        read: Function that reads the prompts, in place of texts and chat prompts.
 
     Raises:
         ModelError: A model cannot be used.
@@ -71,15 +75,15 @@ def compare_latency(
         RuntimeError: A request failed, or a tree changed a greedy output of a float32 target without quantization.
     """
     with ExitStack() as stack:
-        session = stack.enter_context(open_session(config, progress, prepare))
+        session = stack.enter_context(open_session(config, progress, prepare, read))
         engines = None if others is None else stack.enter_context(others(session))
 
         def measure(turn: Turn, name: str) -> Run | None:
+            (asked,) = session.batch(turn)
             if (policy := session.policies.get((1, name))) is not None:
-                return measure_request(session, turn, policy)
+                return (measure_request if asked.params.n == 1 else measure_batch)(session, turn, policy)
             assert engines is not None
-            (prompt,), (params,) = session.batch(turn)
-            return engines.measure(name, prompt, params, turn.prompts[0], turn.repeat)
+            return engines.measure(name, asked, turn.prompts[0], turn.repeat)
 
         return session.compare(measure, others=() if engines is None else engines.names)
 
@@ -91,6 +95,8 @@ _SPEEDS = (
     Value[ArmRow]("guessed_per_pass", lambda row: row.arm.nodes, "{:.1f}", "guessed/pass"),
     Value[ArmRow]("prompt_ms", lambda row: row.arm.spread(lambda run: 1000 * run.prompt_time).median, None),
 )
+_SAME = Value[ArmRow]("", lambda row: row.same_texts, heading="same texts")
+_BY_SOURCE = Value[ArmRow]("accepted_per_pass", lambda row: row.arm.accepted_per_pass, None)
 _RATIOS = (
     SPEEDUP,
     QUARTILES,
@@ -100,6 +106,7 @@ _RATIOS = (
 _WRITTEN = (
     PARTINGS,
     Value[ArmRow]("acceptance_by_depth", lambda row: row.arm.acceptance_by_depth, None),
+    _BY_SOURCE,
     Value[ArmRow]("ms_per_pass", lambda row: {**row.arm.split, "total": row.arm.ms_per_pass}, None),
     Value[ArmRow]("percent_of_pass", lambda row: {name: 100 * share for name, share in _shares(row.arm).items()}, None),
     STAGES,
@@ -118,6 +125,7 @@ def latency_page(measured: Compared) -> Report[Compared]:
         Table("", _title(measured), (TREE, *_SPEEDS), result.rows),
         Table("", "Speedup over plain decoding, run by run", (TREE, *_RATIOS), result.rows),
         *([_kinds_table(measured)] if measured.kinds else []),
+        _sources_table(measured),
         Table("", "Mean time of one pass, ms", (TREE, *map(_part, plain.arm.split), _TOTAL), result.rows),
         measured.stages_table((TREE,)),
     ]
@@ -136,7 +144,8 @@ def latency_page(measured: Compared) -> Report[Compared]:
     if measured.kinds:
         numbers["by_kind"] = latency_numbers_by_kind(measured)
     lines = [models_line(measured.config.model, environment)]
-    last = ["", *_acceptance_lines(result), *measured.expectations(), *measured.fidelity("run")]
+    what = "run" if result.num_outputs == len(plain.arm.runs) else "output"
+    last = ["", *_acceptance_lines(result), *measured.expectations(), *measured.fidelity(what)]
     return Report(lines, tables, measured, environment, numbers, last, partial(plot_latency, measured))
 
 
@@ -172,7 +181,11 @@ def _acceptance_lines(result: Comparison) -> list[str]:
 def latency_numbers_by_kind(measured: Compared) -> dict[str, dict[str, Any]]:
     """Return the numbers of each kind of prompt, ready for JSON; those of peers are for others to add."""
     return {
-        kind: {"num_prompts": part.num_prompts, "arms": arms_dict((*_SPEEDS, SPEEDUP), part.result), "peers": {}}
+        kind: {
+            "num_prompts": part.num_prompts,
+            "arms": arms_dict((*_SPEEDS, SPEEDUP, _BY_SOURCE, PARTINGS), part.result),
+            "peers": {},
+        }
         for kind, part in measured.by_kind().items()
     }
 
@@ -182,9 +195,23 @@ def _kinds_table(measured: Compared) -> Table[tuple[str, ArmRow]]:
         return Value("", lambda row: value.read(row[1]), value.form or "{}", value.title, value.label)
 
     kind = Value[tuple[str, ArmRow]]("kind", lambda row: row[0], label=True, once=True)
-    values = (kind, *map(of_arm, (TREE, _SPEEDS[0], TOKENS_PER_PASS, SPEEDUP, QUARTILES)))
+    values = (kind, *map(of_arm, (TREE, _SPEEDS[0], TOKENS_PER_PASS, SPEEDUP, QUARTILES, _SAME)))
     rows = [(name, row) for name, part in measured.by_kind().items() for row in part.result.rows]
     return Table("", "By kind of prompt", values, rows)
+
+
+def _sources_table(measured: Compared) -> Table[tuple[str, ArmRow]]:
+    """Return the draft tokens that a request accepts in a pass, by drafter: of all prompts, and of each kind."""
+    parts = {"all": measured, **measured.by_kind()}
+    rows = [(name, row) for name, part in parts.items() for row in part.result.rows if not row.is_plain]
+    names = dict.fromkeys(name for _, row in rows for name in row.arm.accepted_per_pass)
+
+    def of_drafter(name: str) -> Value[tuple[str, ArmRow]]:
+        return Value("", lambda row: row[1].arm.accepted_per_pass.get(name, 0.0), "{:.2f}", escape(name))
+
+    kind = Value[tuple[str, ArmRow]]("kind", lambda row: row[0], label=True, once=True)
+    tree = Value[tuple[str, ArmRow]]("", lambda row: row[1].arm.name, heading="tree", label=True)
+    return Table("", "Draft tokens accepted in a pass, by drafter", (kind, tree, *map(of_drafter, names)), rows)
 
 
 def plot_latency(measured: Compared, path: str | Path, others: Sequence[Arm] = ()) -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from specinfer.bench.ceilings import measure_ceilings
 from specinfer.bench.comparisons import Compared, Comparison
 from specinfer.bench.models import Models, dtype_of, find_models
 from specinfer.bench.options import PLAIN, CompareConfig, load_options_of, rotated
-from specinfer.bench.prompts import PromptSet, find_prompts, kinds_for
+from specinfer.bench.prompts import Asked, PromptSet, find_prompts, kinds_for
 from specinfer.bench.results import Arm, Run
 from specinfer.bench.stages import Roofline
 from specinfer.core.config import OffloadConfig
@@ -37,6 +38,7 @@ SLOTS_OF_DRAFTS = 64  # slots that the cache adds for each sequence
 _MAX_READ = 8192  # prompt tokens in one pass; the prompts of most batches fit, so that their requests start together
 # Changes models before they are loaded: the folders, the dtype, and the device that computes; the new ones.
 Prepare = Callable[[Models, str, torch.device, Callable[[str], None]], tuple[Models, str]]
+ReadPrompts = Callable[[Path], PromptSet]  # for the model in a folder
 Key = tuple[int, str]  # batch size, arm
 
 
@@ -91,9 +93,12 @@ class Session:
     roofline: Roofline
     progress: StageBar
 
-    def batch(self, turn: Turn) -> tuple[list[list[int]], list[SamplingParams]]:
-        """Return the token ids and the parameters of a turn's prompts."""
-        return [self.prompts.token_ids[i] for i in turn.prompts], [self.params[i] for i in turn.prompts]
+    def batch(self, turn: Turn) -> list[Asked]:
+        """Return a turn's prompts."""
+        requests = self.prompts.requests
+        return [
+            Asked(self.prompts.token_ids[i], self.params[i], requests[i] if requests else None) for i in turn.prompts
+        ]
 
     def turns(self, names: Sequence[str]) -> list[Turn]:
         return list(schedule(self.config, len(self.prompts.token_ids), names))
@@ -112,7 +117,7 @@ class Session:
             RuntimeError: An arm changed a greedy output of a float32 target without quantization.
         """
         ours = (PLAIN, *self.config.trees, *names)
-        exact = is_exact(self.llm.target.loaded, self.config.temperature)
+        exact = is_exact(self.llm.target.loaded, max(params.temperature for params in self.params))
 
         def check(turn: Turn, made: Mapping[str, Run]) -> None:
             if exact:
@@ -133,11 +138,14 @@ class Session:
 
 
 @contextmanager
-def open_session(config: CompareConfig, progress: StageBar, prepare: Prepare | None = None) -> Iterator[Session]:
+def open_session(
+    config: CompareConfig, progress: StageBar, prepare: Prepare | None = None, read: ReadPrompts | None = None
+) -> Iterator[Session]:
     """Load the models of a comparison, and measure what its arms need.
 
     Args:
         prepare: Function that changes the models before they are loaded, such as one that grows them.
+        read: Function that reads the prompts, in place of texts and chat prompts.
 
     Raises:
         ModelError: A model cannot be used.
@@ -151,35 +159,39 @@ def open_session(config: CompareConfig, progress: StageBar, prepare: Prepare | N
             "enable_prefix_caching: all runs then share what they generate, and suffix would find another's output; "
             "name other drafters"
         )
-    prompts = find_prompts(
-        models.target,
-        config.max_tokens,
-        kinds_for(models.target, config.kinds, config.prompts),
-        count=max(config.num_prompts, config.largest),
-        num_chars=config.prompt_chars,
-        prompts=config.prompts,
-    )
+    prompts = usual_prompts(models.target, config) if read is None else read(models.target)
     dtype = config.dtype
     if prepare is not None:
         models, dtype = prepare(models, dtype, device, progress.stage)
     progress.stage("loading")
     ceilings = measure_ceilings(device, dtype_of(models.target, dtype))  # while there is free memory
-    with load(config, models, dtype, prompts.token_ids) as llm:
+    with load(config, models, dtype, prompts) as llm:
         progress.stage("timing passes")
         policies = make_policies(config, llm)
-        params = [config.sampling_params(i) for i in range(len(prompts.token_ids))]
-        ended = prompts.end_answers(llm, params)
-        yield Session(config, llm, models, prompts, ended, policies, Roofline(llm, ceilings), progress)
+        params = prompts.params(llm, config)
+        yield Session(config, llm, models, prompts, params, policies, Roofline(llm, ceilings), progress)
 
 
-def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[list[int]]) -> LLM:
+def usual_prompts(folder: Path, config: CompareConfig) -> PromptSet:
+    """Return the prompts of a comparison for the model in `folder`, as `find_prompts` does."""
+    return find_prompts(
+        folder,
+        config.max_tokens,
+        kinds_for(folder, config.kinds, config.prompts),
+        count=max(config.num_prompts, config.largest),
+        num_chars=config.prompt_chars,
+        prompts=config.prompts,
+    )
+
+
+def load(config: CompareConfig, models: Models, dtype: str, prompts: PromptSet) -> LLM:
     """Load the models with a cache that holds the largest batch with the largest tree of each request."""
-    lengths = sorted(map(len, prompts), reverse=True)
+    lengths, largest = sorted(map(len, prompts.token_ids), reverse=True), config.largest * prompts.most_outputs
     longest = lengths[0] + config.max_tokens
     shapes = [parse_tree(tree) for tree in config.trees]
     nodes = [budget_of(shape, len(models.drafters)).max_nodes for shape in shapes if not shape.is_auto]
-    most = TreeSizes.SIZES[-1] if config.largest > 1 else MAX_TREE_NODES  # of "auto": a request by itself may have any
-    num_slots = config.largest * (longest + max([*nodes, most]))
+    most = TreeSizes.SIZES[-1] if largest > 1 else MAX_TREE_NODES  # of "auto": a request by itself may have any
+    num_slots = largest * (longest + max([*nodes, most]))
     llm = LLM(
         models.target,
         drafters=models.drafters,
@@ -195,7 +207,7 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[li
         memory_budget=config.memory_budget,
         offload_folder=config.offload_folder,
         max_model_len=longest,
-        max_num_seqs=math.ceil(num_slots / (longest + SLOTS_OF_DRAFTS)) + config.largest,
+        max_num_seqs=math.ceil(num_slots / (longest + SLOTS_OF_DRAFTS)) + largest,
         max_num_batched_tokens=min(sum(lengths[: config.largest]), _MAX_READ) if config.largest > 1 else None,
         enable_prefix_caching=config.enable_prefix_caching,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
@@ -203,7 +215,7 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: Sequence[li
     )
     if llm.target.cache.num_slots < num_slots:
         raise ValueError(
-            f"batch_sizes: {config.largest} requests of {longest} tokens and their trees need {num_slots} slots of the "
+            f"batch_sizes: {largest} requests of {longest} tokens and their trees need {num_slots} slots of the "
             f"KV cache, and memory allows {llm.target.cache.num_slots}; lower batch_sizes, max_tokens or prompt_chars, "
             "or raise kv_cache_memory_bytes"
         )
@@ -273,9 +285,10 @@ def check_equal(turn: Turn, made: Mapping[str, Run]) -> None:
         RuntimeError: An output differs. The message names its prompt and its arm.
     """
     plain, size = made[PLAIN], len(turn.prompts)
+    prompts = [number for number in plain.prompts for _ in range(len(plain.outputs) // size)]
     together = f"{size} requests together, " if size > 1 else ""
     for name, run in made.items():
-        for number, tokens, expected in zip(plain.prompts, run.outputs, plain.outputs, strict=True):
+        for number, tokens, expected in zip(prompts, run.outputs, plain.outputs, strict=True):
             if tokens != expected:
                 place = first_difference(tokens, expected)
                 raise RuntimeError(

@@ -5,6 +5,7 @@ or of the last request of the batch; what the drafter then reads counts as draft
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,19 +33,20 @@ def measure_request(session: Session, turn: Turn, policy: SpeculationPolicy, *, 
     Raises:
         RuntimeError: The request failed. The message names its prompt.
     """
-    llm, ((prompt,), (params,)) = session.llm, session.batch(turn)
+    llm, (asked,) = session.llm, session.batch(turn)
     engine, device = llm.engine, llm.target.loaded.device
     timer = DeviceTimer(device) if samples else None
     engine.policy = FixedPolicy()
     start = now(device)
-    stream = llm.stream({"prompt_token_ids": list(prompt), "cache_salt": run_salt(llm)}, params)
+    stream = llm.stream(asked.prompt(run_salt(llm)), asked.params)
     chunk = next(stream)
-    token_ids, steps = chunk.token_ids, []
+    token_ids, steps, origins = chunk.token_ids, [], Counter[str | None]()
     first = now(device)
     engine.policy = policy
     engine.timer = timer
     for chunk in stream:  # one chunk for each step
         token_ids += chunk.token_ids
+        origins.update(chunk.origins)
         steps.append(engine.metrics.recent[-1])
     last = now(device)
     engine.timer = None
@@ -53,7 +55,7 @@ def measure_request(session: Session, turn: Turn, policy: SpeculationPolicy, *, 
         raise RuntimeError(f"prompt {turn.prompts[0]}: {chunk.output.error}")
     return Run(
         turn.repeat, turn.prompts, first - start, last - first, last - start, (tuple(token_ids),), tuple(steps),
-        samples=_samples(timer, session.roofline),
+        samples=_samples(timer, session.roofline), origins=origins,
     )  # fmt: skip
 
 
@@ -65,7 +67,7 @@ def measure_batch(
     *,
     samples: bool = True,
 ) -> Run:
-    """Decode the prompts of a turn together.
+    """Decode the prompts of a turn together, each with all of its outputs.
 
     Args:
         when_read: Function to call when the prefill is done and the clock of decoding starts.
@@ -74,8 +76,8 @@ def measure_batch(
     Raises:
         RuntimeError: A request failed. The message names its prompt.
     """
-    llm, (prompts, params) = session.llm, session.batch(turn)
-    device, size = llm.target.loaded.device, len(prompts)
+    llm, batch = session.llm, session.batch(turn)
+    device, size = llm.target.loaded.device, sum(asked.params.n for asked in batch)
     timer = DeviceTimer(device) if samples else None
 
     def begin() -> None:
@@ -86,8 +88,7 @@ def measure_batch(
     watch = _Watch(policy, size, device, begin)
     llm.engine.policy = watch
     start = now(device)
-    asked = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
-    outputs = llm.generate(asked, params, use_tqdm=False)
+    outputs = llm.generate([asked.prompt(salt) for asked in batch], [asked.params for asked in batch], use_tqdm=False)
     end = now(device)
     llm.engine.timer = None
     for number, output in zip(turn.prompts, outputs, strict=True):
@@ -100,11 +101,12 @@ def measure_batch(
         prompt_time=watch.read - start,
         time=watch.last - watch.read,
         total_time=end - start,
-        outputs=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
+        outputs=tuple(tuple(each.token_ids) for output in outputs for each in output.outputs),
         steps=tuple(watch.steps),
         times_verification=device.type == "cpu",
         samples=_samples(timer, session.roofline),
         answers=tuple(map(Answer.from_output, outputs)),
+        origins=Counter(origin for output in outputs for each in output.outputs for origin in each.token_origins),
     )
 
 

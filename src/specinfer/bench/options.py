@@ -122,8 +122,13 @@ class CompareConfig:
         if self.kv_cache_memory_bytes is not None:
             parse_size("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
         check_prompts(self.prompts)
-        check_kinds(self.kinds, self.prompts)
+        check_kinds(self.kinds, self.prompts, self.more_kinds)
         self.sampling_params(0)
+
+    @property
+    def more_kinds(self) -> tuple[str, ...]:
+        """Kinds of prompts that only this measurement has."""
+        return ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -254,16 +259,22 @@ def check_prompts(prompts: Sequence[AnyPrompt] | None) -> None:
         raise ValueError("prompts: one is empty, or there are none; give at least one, each with a token")
 
 
-def check_kinds(kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None) -> None:
+def check_kinds(
+    kinds: Sequence[str] | None, prompts: Sequence[AnyPrompt] | None = None, more: Sequence[str] = ()
+) -> None:
     """Check the requested kinds of chat prompts.
+
+    Args:
+        more: Kinds that only this measurement has.
 
     Raises:
         ValueError: A kind is unknown or given twice, or prompts are given as well.
     """
     if kinds is None:
         return
-    if unknown := [kind for kind in kinds if kind not in (*KINDS, FUNCTIONS, ALL)]:
-        raise ValueError(f"kinds: {unknown[0]!r} is not known; use {', '.join((*KINDS, FUNCTIONS, ALL))}")
+    known = (*KINDS, FUNCTIONS, ALL, *more)
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ValueError(f"kinds: {unknown[0]!r} is not known; use {', '.join(known)}")
     if ALL in kinds and len(kinds) > 1:
         raise ValueError(f"kinds: {ALL!r} stands for all of them; leave the others out")
     if not kinds or len(set(kinds)) < len(kinds):

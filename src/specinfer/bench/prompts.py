@@ -4,13 +4,15 @@ An answer ends where the target ends it, since text after the end-of-text token 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from specinfer.bench.options import AnyPrompt
+from specinfer.bench.options import AnyPrompt, CompareConfig
 from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.thought import Reasoning
 from specinfer.demo.corpus import heldout_prompts
 from specinfer.demo.pair import demo_folders
 from specinfer.inputs.chat.samples import KINDS, in_turn, named_kinds, rendered
@@ -25,21 +27,66 @@ _NO_LIMIT = 2**31
 
 
 @dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A chat request as a program sends it to a server.
+
+    Attributes:
+        body: Its fields in the format of OpenAI's API, with those of the measurement.
+        params: Sampling parameters that a server reads from it, with the grammar of its format and tools.
+        reasoning: Thought of its answers, or None if they have none.
+    """
+
+    body: Mapping[str, Any]
+    params: SamplingParams
+    reasoning: Reasoning | None
+
+
+class Asked(NamedTuple):
+    """One prompt as an engine gets it."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    request: ChatRequest | None
+
+    def prompt(self, salt: str) -> dict[str, Any]:
+        """Return the prompt for `LLM`."""
+        thought = {} if self.request is None else {"reasoning": self.request.reasoning}
+        return {"prompt_token_ids": list(self.token_ids), "cache_salt": salt, **thought}
+
+
+@dataclass(frozen=True, slots=True)
 class PromptSet:
     """The prompts of one measurement.
 
     Attributes:
         token_ids: Token ids of each prompt.
         kinds: Kind of each chat prompt; empty if the prompts are texts to continue.
+        requests: The request that each prompt was read from; empty if they were not. Its answers end by themselves.
     """
 
     token_ids: list[list[int]]
     kinds: tuple[str, ...] = ()
+    requests: tuple[ChatRequest, ...] = ()
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(map(len, self.token_ids))
+
+    @property
+    def most_outputs(self) -> int:
+        """Most outputs of one prompt."""
+        return max((request.params.n for request in self.requests), default=1)
+
+    def params(self, llm: LLM, config: CompareConfig) -> list[SamplingParams]:
+        """Return the sampling parameters of each prompt.
+
+        Raises:
+            RuntimeError: A request failed.
+        """
+        if self.requests:
+            return [request.params for request in self.requests]
+        return self.end_answers(llm, [config.sampling_params(i) for i in range(len(self.token_ids))])
 
     def end_answers(self, llm: LLM, params: Sequence[SamplingParams]) -> list[SamplingParams]:
         """Return the parameters of each prompt. For chat prompts, set `max_tokens` to the length of plain decoding.

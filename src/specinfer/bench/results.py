@@ -4,6 +4,7 @@ An arm is one way to decode. All arms of a comparison ran the same batches of pr
 index form a pair, and a ratio of two arms is the median over pairs.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,8 +38,9 @@ class Answer:
         assert metrics.first_token_time is not None
         assert metrics.finished_time is not None
         counters: Any = metrics.speculative_decoding
-        num_passes = counters["num_target_passes"] - 1
-        return cls(len(output.outputs[0].token_ids) - 1, num_passes, metrics.finished_time - metrics.first_token_time)
+        num_passes = counters["num_target_passes"] - len(output.outputs)
+        num_tokens = sum(len(each.token_ids) - 1 for each in output.outputs)
+        return cls(num_tokens, num_passes, metrics.finished_time - metrics.first_token_time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Run:
         prompt_time: Seconds until every request has generated its first token.
         time: Seconds from then to the last token.
         total_time: Seconds from the call to the outputs.
-        outputs: Output tokens of each prompt.
+        outputs: Output tokens of each prompt; if it has several outputs, one after the other.
         steps: Steps within `time`; none of another engine.
         num_first: Number of tokens that arrived first, together; more than 1 if others arrived with the first.
         times_verification: Whether `verify_time` of a step measures verification alone. False on a GPU, where it
@@ -58,6 +60,7 @@ class Run:
         samples: Steps within `time` that were timed on the device.
         answers: Numbers of each request.
         counters: Further measurements of the run by name.
+        origins: Number of tokens by the drafter that proposed them, or None for those that the target emitted.
     """
 
     repeat: int
@@ -72,6 +75,7 @@ class Run:
     samples: tuple[StageSample, ...] = ()
     answers: tuple[Answer, ...] = ()
     counters: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str | None, int] = field(default_factory=dict)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -192,6 +196,12 @@ class Arm:
     def tokens_per_pass(self) -> float:
         """Mean number of tokens that a request generates in a pass."""
         return self.num_tokens / self.num_requests
+
+    @property
+    def accepted_per_pass(self) -> dict[str, float]:
+        """Mean number of draft tokens of each drafter that a request accepts in a pass, most first."""
+        counts = sum((Counter(run.origins) for run in self.runs), Counter[str | None]())
+        return {name: count / self.num_requests for name, count in counts.most_common() if name is not None}
 
     @property
     def nodes(self) -> float:

@@ -14,6 +14,7 @@ from specinfer.core.errors import ContextLengthError, RequestError, reworded, to
 from specinfer.core.sampling import SamplingParams
 from specinfer.generation import Generation
 from specinfer.inputs.chat.messages import unread_keys
+from specinfer.inputs.prompts import PromptReader
 from specinfer.llm import LLM
 from specinfer.server.blocks import Blocks
 from specinfer.server.call import Call
@@ -99,7 +100,16 @@ async def queue_conversation(call: Call, read: Callable[[], ReadConversation]) -
 
 def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
     """Render and check a conversation; runs in the thread that may use the tokenizer."""
-    reader, tools, choice = llm.reader, fields.tools, fields.tool_choice
+    return read_chat(llm.reader, llm.target.loaded.sampling_defaults, fields)
+
+
+def read_chat(reader: PromptReader, defaults: Mapping[str, float], fields: ChatFields) -> ReadConversation:
+    """Render and check a conversation for a model of which only the reader is needed.
+
+    Args:
+        defaults: Values of sampling parameters that the model's makers recommend.
+    """
+    tools, choice = fields.tools, fields.tool_choice
     if fields.functions:
         tools, choice = tools_of_functions(fields.functions, fields.function_call)
     plan = plan_tools(
@@ -113,7 +123,7 @@ def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
     asked = structured_outputs_of(fields.response_format, fields.constraints)
     params = sampling_params(
         fields,
-        llm.target.loaded.sampling_defaults,
+        defaults,
         max_tokens=fields.token_limit,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
@@ -133,7 +143,7 @@ def read_conversation(llm: LLM, fields: ChatFields) -> ReadConversation:
     unread = reader.unread_kwargs(kwargs, with_tools=bool(plan.tools_for_template))
     ignored = [*ignored_tools(tools, choice), *(f"messages.{name}" for name in unread_keys(fields.messages))]
     ignored += [f"chat_template_kwargs.{name}" for name in unread]
-    return ReadConversation(truncated(ids, fields, llm.max_model_len, fields.token_limit), params, plan, ignored)
+    return ReadConversation(truncated(ids, fields, reader.max_model_len, fields.token_limit), params, plan, ignored)
 
 
 def read_newest(llm: LLM, fields: ChatFields) -> ReadConversation:

@@ -5,7 +5,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 KINDS = ("questions", "rewriting", "code", "lists", "stories")
 FUNCTIONS = "functions"  # to complete from their heads and descriptions; asked twice as often as another kind
 ALL = "all"  # stands for all kinds and functions
@@ -33,15 +35,30 @@ def in_turn(kinds: Sequence[str], count: int) -> list[tuple[str, str]]:
     Raises:
         ValueError: There are too few.
     """
-    written = {kind: iter(prompts) for kind, prompts in chat_prompts().items()}
-    turn = [kind for kind in kinds for _ in range(1 + (kind == FUNCTIONS and len(kinds) > 1))]
-    available = min(len(turn) * (len(chat_prompts()[kind]) // turn.count(kind)) for kind in kinds)
+    return taken_in_turn(chat_prompts(), kinds, count, twice=FUNCTIONS)
+
+
+def taken_in_turn(
+    written: Mapping[str, Sequence[T]], kinds: Sequence[str], count: int, twice: str | None = None
+) -> list[tuple[str, T]]:
+    """Return this many prompts, from each kind in turn as long as it has some, with their kinds.
+
+    Args:
+        twice: Kind that comes twice in each turn.
+
+    Raises:
+        ValueError: There are too few.
+    """
+    available = sum(len(written[kind]) for kind in kinds)
     if count > available:
         raise ValueError(
             f"num_prompts: {count} are needed, and there are {available} chat prompts of {', '.join(kinds)}; ask for "
             "fewer at once, or for more kinds"
         )
-    return [(kind, next(written[kind])) for kind in itertools.islice(itertools.cycle(turn), count)]
+    left = {kind: iter(written[kind]) for kind in kinds}
+    turn = [kind for kind in kinds for _ in range(1 + (kind == twice and len(kinds) > 1))]
+    taken = ((kind, prompt) for kind in itertools.cycle(turn) for prompt in itertools.islice(left[kind], 1))
+    return list(itertools.islice(taken, count))
 
 
 def rendered(read: Callable[[list[Mapping[str, str]]], list[int]], texts: Sequence[str]) -> list[list[int]]:
