@@ -68,7 +68,9 @@ def test_numbers_of_numpy_are_pythons() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "  ", 5, True, [], b"m", "a\0b"])
-@pytest.mark.parametrize("field", ["model", "tokenizer", "speculation_policy", "step_log", "adapt_dir"])
+@pytest.mark.parametrize(
+    "field", ["model", "tokenizer", "speculation_policy", "step_log", "adapt_dir", "prefix_cache_dir"]
+)
 def test_what_is_no_path_is_refused_by_name(field: str, value: Any) -> None:
     given = {"model": "m", "adapt_drafters": True} | {field: value}
     with pytest.raises(ValueError, match=f"^{field}"):
@@ -243,3 +245,19 @@ for words, part in json.load(sys.stdin):
 """
     ran = subprocess.run([sys.executable, "-c", program], input=json.dumps(MISTAKES), text=True, capture_output=True)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefix_cache_size": "1GiB"}, "prefix_cache_size: it is that of prefix_cache_dir; set that too"),
+        ({"prefix_cache_dir": "d", "prefix_cache_size": "much"}, "prefix_cache_size: 'much' is not a size"),
+        ({"prefix_cache_dir": "d", "enable_prefix_caching": False}, "prefix_cache_dir: enable_prefix_caching is off"),
+        ({"prefix_cache_dir": "d", "tensor_parallel_size": 2}, "prefix_cache_dir: each rank has a part"),
+        ({"prefix_cache_dir": "d", "pipeline_parallel_size": 2}, "prefix_cache_dir: each rank has a part"),
+        ({"prefix_cache_dir": "d", "offload": "disk"}, "prefix_cache_dir: memory_budget has no room"),
+    ],
+)
+def test_prefixes_that_cannot_be_kept_on_disk_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        EngineArgs("m", **options)

@@ -37,7 +37,8 @@ from specinfer.hub.locate import at_revision
 
 C = TypeVar("C")
 P = ParamSpec("P")
-_PATHS = ("model", "tokenizer", "cluster_cert", "speculation_policy", "step_log", "adapt_dir")  # checked as given
+# Checked as given.
+_PATHS = ("model", "tokenizer", "cluster_cert", "speculation_policy", "step_log", "adapt_dir", "prefix_cache_dir")
 _MODELS = "A folder, a GGUF file, a Hugging Face model ID, demo or demo-chat."
 
 
@@ -110,6 +111,18 @@ class EngineArgs:
     )
     gpu_memory_utilization: float | None = setting_of(EngineConfig, "gpu_memory_utilization")
     enable_prefix_caching: bool = setting(True, MODEL, "Reuse the KV cache of common prefixes of prompts.")
+    prefix_cache_dir: str | Path | None = setting(
+        None,
+        MODEL,
+        "Folder to keep cached prefixes in, for the next start. Prompts can be derived from its files.",
+        metavar="DIR",
+    )
+    prefix_cache_size: int | str | None = setting(
+        None,
+        MODEL,
+        "Size of --prefix-cache-dir; the least recently used files are removed. (default: 16GiB)",
+        metavar="SIZE",
+    )
     enforce_eager: bool = setting(False, MODEL, "Do not capture CUDA graphs.")
     slo: SLO | Mapping[str, float] | str | None = setting(
         None,
@@ -175,6 +188,26 @@ class EngineArgs:
         parse_token_map(self.drafter_token_map)
         if self.adapt_dir is not None and not self.adapt_drafters:
             raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
+        self._check_prefix_cache()
+
+    def _check_prefix_cache(self) -> None:
+        """Check that prefixes can be kept on disk, and how many."""
+        if self.prefix_cache_size is not None:
+            parse_size("prefix_cache_size", self.prefix_cache_size)
+        if self.prefix_cache_dir is None:
+            if self.prefix_cache_size is not None:
+                raise ValueError("prefix_cache_size: it is that of prefix_cache_dir; set that too, or leave it out")
+        elif not self.enable_prefix_caching:
+            raise ValueError("prefix_cache_dir: enable_prefix_caching is off; leave one of them out")
+        elif self.parallel_config.world_size > 1:
+            raise ValueError(
+                "prefix_cache_dir: each rank has a part of the keys and values, and those of one process alone can be "
+                "kept; leave it out, or set tensor_parallel_size and pipeline_parallel_size to 1"
+            )
+        elif self.offload is not None:
+            raise ValueError(
+                "prefix_cache_dir: memory_budget has no room for what waits to be written; leave it or offload out"
+            )
 
     def _name_revisions(self) -> None:
         """Make the revisions part of the names, as everything else expects them."""

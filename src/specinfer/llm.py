@@ -25,6 +25,7 @@ from specinfer.inputs.jobs import JobReader
 from specinfer.inputs.prompts import PromptReader
 from specinfer.learning.adapt.adaptation import Adaptation
 from specinfer.metrics import EngineCounters, Metric
+from specinfer.model.prefix_folder import PrefixFolder
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.acceptance import AcceptanceProfile
 from specinfer.policy.base import SpeculationPolicy
@@ -77,6 +78,7 @@ class LLM:
             )  # fmt: skip
             self.jobs = JobReader(self.reader, self.adapters, SLO.parse(args.slo), args.seed)
             self.speculate(speculative, progress)
+            self._parts.keep_prefixes(args.max_model_len)  # after what is measured with texts of no use to others
             if args.adapt_drafters:
                 asked = () if self.drafter is None else self.drafter.drafters
                 self.adaptation = Adaptation(self.engine, asked, args.adapt_dir)
@@ -109,6 +111,11 @@ class LLM:
     def drafter(self) -> MergedDrafter | None:
         """All active drafters merged into one, or None without speculation."""
         return self._parts.speculator.drafter
+
+    @property
+    def prefixes(self) -> PrefixFolder | None:
+        """Folder of cached prefixes that outlast the process, or None."""
+        return self._parts.prefixes
 
     @property
     def small_models(self) -> dict[str, ModelRunner]:

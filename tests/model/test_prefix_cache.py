@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from block_store import FakeStore
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
@@ -111,6 +112,41 @@ class Contents(RuleBasedStateMachine):
 
 TestContents = Contents.TestCase
 TestContents.settings = settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+
+
+class LastingContents(Contents):
+    """The same with a store, through which contents come back after restarts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = FakeStore()
+
+    @rule()
+    def restart(self) -> None:
+        self.cache = KVCache(SLOTS, keeps_prefixes=True)
+        self.cache.store, self.store.content = self.store, self.content
+        self.content.clear()
+        self.tokens, self.salts = {}, {}
+
+    @rule(is_busy=st.booleans())
+    def change_pace(self, is_busy: bool) -> None:
+        self.store.is_busy = is_busy
+
+    @rule(data=st.data(), damage=st.booleans())
+    def lose(self, data: st.DataObject, damage: bool) -> None:
+        if self.store.blocks:
+            key = data.draw(st.sampled_from(sorted(self.store.blocks)))
+            self.store.is_busy = True  # chains have gaps from now on
+            if damage:
+                self.store.blocks[key][0] = None
+            else:
+                del self.store.blocks[key]
+
+
+TestLastingContents = LastingContents.TestCase
+TestLastingContents.settings = settings(
+    max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+)
 
 
 @pytest.mark.slow

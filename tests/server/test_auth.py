@@ -13,6 +13,8 @@ from fastapi.routing import APIRoute
 from serving import Server, error_of, serve
 from specinfer.llm import LLM
 from specinfer.server import app
+from specinfer.server.auth import cache_salt_of
+from specinfer.server.config import ServerConfig
 from specinfer.server.keys import KeySettings
 from specinfer.server.state import ServerState
 
@@ -173,6 +175,21 @@ def test_each_key_is_a_tenant_of_its_own() -> None:
     one, other, again = serve(None, body, api_keys=(KEY, OTHER))
     assert (one, other, again) == ("key-1", "key-2", "key-1"), "and no part or digest of a key is in its name"
     assert serve(None, body) == ["", "", ""]
+
+
+def test_a_key_finds_no_prefix_of_the_one_that_had_its_place_before_a_restart() -> None:
+    def salts(*keys: str, **settings: KeySettings) -> list[str | None]:
+        config = ServerConfig(api_keys=keys, key_settings=settings)
+        requests = [Request({"type": "http", "state": {"tenant": name}}) for name in config.tenants]
+        return [cache_salt_of(request, config, "asked") for request in requests]
+
+    before, after = salts(KEY, OTHER), salts("a-long-new-key", OTHER)
+    assert before[1] == after[1]
+    assert len({*before, *after}) == 3
+    assert not any(key in str(salt) for key in (KEY, OTHER) for salt in before)
+    named = {KEY: KeySettings(name="key-2"), OTHER: KeySettings(name="alice")}
+    assert salts(KEY, OTHER, **named) == ["key-2:asked", "alice:asked"]
+    assert salts(KEY) == ["asked"]
 
 
 # ------------------------------------------------------------------------------------- without keys

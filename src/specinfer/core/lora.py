@@ -61,7 +61,7 @@ class Adapter:
     """An adapter that was loaded.
 
     Attributes:
-        salt: Text that is different for each adapter that was ever loaded; what is cached has it in its key.
+        salt: Digest of its matrices; what is cached has it in its key.
         table: Its matrices, an `AdapterTable`.
     """
 

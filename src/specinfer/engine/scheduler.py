@@ -224,6 +224,9 @@ class Scheduler:
                 continue
             if self.planner is not None and not self.planner.may_admit(self.running):
                 break
+            most = RESTORED_AT_ONCE if self.running else None  # running requests wait for what is read
+            if not self._cache.restore(request.cache_salt, _reusable(request), most):
+                continue
             available = self._cache.num_available
             self._attach(request)
             # Cached slots that it shares can no longer be evicted.
@@ -250,9 +253,7 @@ class Scheduler:
 
     def _attach(self, request: Request) -> None:
         """Start a request with the part of its tokens that is cached."""
-        # The last token is always computed, because its logits are needed, and so is what has no log-probabilities yet.
-        end = len(request.prompt_logprobs) - 1 if request.lacks_prompt_logprobs else len(request.token_ids) - 1
-        known = self._cache.attach(request.request_id, request.cache_salt, request.token_ids[: max(end, 0)])
+        known = self._cache.attach(request.request_id, request.cache_salt, _reusable(request))
         request.num_computed = known
         if request.times.scheduled is None:  # otherwise it finds what it computed itself
             request.num_cached = known
@@ -273,6 +274,7 @@ class Scheduler:
         """Commit these of the slots reserved for a request, and free the others, as `KVCache.commit` does."""
         self._cache.commit(request.request_id, kept, of)
         request.num_computed = len(self._cache.slots(request.request_id))
+        self._cache.save(request.request_id, request.cache_salt, request.token_ids)
 
     def share(self, request: Request) -> None:
         """Share the computed tokens of a request as a prefix."""
@@ -296,5 +298,15 @@ class Scheduler:
             self._cache.release(request.request_id, request.cache_salt, request.token_ids)
 
 
+def _reusable(request: Request) -> list[int]:
+    """Return the tokens of a request that need not be computed if they are cached.
+
+    The last token is always computed, because its logits are needed, and so is what has no log-probabilities yet.
+    """
+    end = len(request.prompt_logprobs) - 1 if request.lacks_prompt_logprobs else len(request.token_ids) - 1
+    return request.token_ids[: max(end, 0)]
+
+
+RESTORED_AT_ONCE = 4  # blocks of a prefix that are read from the disk while other requests wait for a step
 MAX_LOOKED_AT = 64  # waiting requests examined in one step
 _PROMPT_LOGPROBS = 512  # prompt tokens with logits in one step: with a large vocabulary a row takes over a megabyte

@@ -11,15 +11,17 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from specinfer.core.errors import ModelError
 from specinfer.core.files import cache_folder, write_atomically
 from specinfer.hub.files import PICKLE, choose_gguf, gguf_parts, needed_files
 
 _CHECKSUM = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
-_RECORD = "verified.json"  # in SpecInfer's cache: the states of files that agreed, by their paths
+# In SpecInfer's cache, by paths of files: the states of those that agreed, and states with a digest of the content.
+_VERIFIED, _DIGESTS = "verified.json", "digests.json"
 State = list[int]
 
 
@@ -39,7 +41,7 @@ def check_intact(model: str | Path, path: Path) -> None:
     """
     names = [file.name for file in path.iterdir()] if path.is_dir() else []
     files = [path / name for name in (*needed_files(names), PICKLE) if name in names]
-    known = _read_record()
+    known = _read_record(_VERIFIED)
     if damaged := _compare(files or _parts(path), lambda file, state: known.get(str(file)) == state):
         raise ModelError(
             f"model: {model} is damaged: {', '.join(damaged)}, compared with the checksums of the hub; remove it with "
@@ -58,16 +60,15 @@ def _compare(files: Iterable[Path], is_known: Callable[[Path, State], bool]) -> 
         content = file.resolve()
         if _CHECKSUM.fullmatch(content.name) is None or not content.is_file():
             continue
-        status = content.stat()
-        state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        state = _state(content)
         if is_known(content, state):
             continue
-        if _digest(content, status.st_size) == content.name:
+        if _digest(content, state[0]) == content.name:
             agreed[str(content)] = state
         else:
             damaged.append(file.name)
     if agreed:
-        _write_record(agreed)
+        _write_record(_VERIFIED, agreed)
     return damaged
 
 
@@ -77,21 +78,38 @@ def _digest(content: Path, size: int) -> str:
         return hashlib.file_digest(stream, lambda: digest).hexdigest()
 
 
-def _read_record() -> dict[str, State]:
+def _state(content: Path) -> State:
+    status = content.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def content_digest(file: Path) -> str:
+    """Return the SHA-256 of a file, which is read again only if its size or times have changed."""
+    content = file.resolve()
+    state, known = _state(content), _read_record(_DIGESTS).get(str(content))
+    if isinstance(known, list) and known[:-1] == state:
+        return str(known[-1])
+    with content.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    _write_record(_DIGESTS, {str(content): [*state, digest]})
+    return digest
+
+
+def _read_record(name: str) -> dict[str, Any]:
     try:
-        record = json.loads((cache_folder() / _RECORD).read_text(encoding="utf-8"))
+        record = json.loads((cache_folder() / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
 
 
-def _write_record(agreed: dict[str, State]) -> None:
-    """Add the states of files to the record, which only saves time: what cannot be written is compared again."""
-    record = {name: state for name, state in _read_record().items() if os.path.exists(name)} | agreed
+def _write_record(name: str, states: Mapping[str, Sequence[object]]) -> None:
+    """Add the states of files to a record, which only saves time: what cannot be written is read again."""
+    record = {file: state for file, state in _read_record(name).items() if os.path.exists(file)} | dict(states)
     folder = cache_folder()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / _RECORD, lambda partial: partial.write_text(json.dumps(record)), is_shared=True)
+        write_atomically(folder / name, lambda partial: partial.write_text(json.dumps(record)), is_shared=True)
 
 
 logger = logging.getLogger(__name__)

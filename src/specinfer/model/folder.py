@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specinfer.core.errors import ModelError, WeightsError
 from specinfer.core.sampling import SamplingParams
-from specinfer.hub.files import fault_of, is_gguf
+from specinfer.hub.files import fault_of, gguf_parts, is_gguf
 from specinfer.hub.locate import locate
 from specinfer.model.gguf.folder import find_gguf_folder, weights_file
 from specinfer.model.offload.shards import Shards, has_usual_names, weight_paths
@@ -37,6 +37,16 @@ def find_folder(model: str | Path) -> Path:
         return find_gguf_folder(folder)
     _check_files(folder)
     return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that a folder's weights are read from.
+
+    Raises:
+        ModelError: As `weight_paths`.
+    """
+    gguf = weights_file(folder)
+    return weight_paths(folder) if gguf is None else [gguf.with_name(name) for name in gguf_parts(gguf.name)]
 
 
 @contextlib.contextmanager

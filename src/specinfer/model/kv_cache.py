@@ -16,10 +16,14 @@ With prefix caching, a request may begin with shared slots:
     [num_shared, len(slots))           owned by the request
 
 `attach` begins a request with its cached prefix. `share` hands computed tokens to the cache and goes on using them.
+
+With a `store`, blocks of tokens also outlast the process: `save` keeps those that a request has computed, and `restore`
+reads those of a prompt into the prefix cache.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +32,27 @@ from specinfer.model.prefix_cache import PrefixCache, PrefixNode
 
 Slots = npt.NDArray[np.int64]
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
+_RESTORED = "\0restored"  # owns the slots of blocks while they are read
 
 
 class OutOfSlotsError(Exception):
     """Error for a lack of free slots: another request must free its slots first."""
+
+
+class BlockStore(Protocol):
+    """A store of blocks of prefixes, see `PrefixStore`."""
+
+    block_size: int
+
+    def keys(self, salt: str, tokens: Sequence[int] | Slots) -> list[bytes]: ...
+
+    def write(self, chain: Sequence[bytes], slots: Slots) -> bool: ...
+
+    def will_read(self, keys: Sequence[bytes]) -> int: ...
+
+    def read(self, key: bytes, slots: Slots) -> bool: ...
+
+    def use(self, chain: Sequence[bytes]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +68,9 @@ class KVCache:
 
     Args:
         keeps_prefixes: Whether slots of finished requests are kept for requests with the same prefix.
+
+    Attributes:
+        store: Store of prefixes that outlast the process, or None.
     """
 
     def __init__(self, num_slots: int, *, keeps_prefixes: bool = False) -> None:
@@ -59,6 +83,8 @@ class KVCache:
         self._num_free = num_slots
         self._committed: dict[str, Slots] = {}
         self._reserved: dict[str, Slots] = {}
+        self.store: BlockStore | None = None
+        self._num_saved: dict[str, int] = {}  # blocks of running requests that were offered to the store
 
     @property
     def num_free(self) -> int:
@@ -152,6 +178,8 @@ class KVCache:
         if length < len(slots):
             self._committed[request_id] = slots[:length]
             self._free_slots(slots[max(length, num_shared) :])
+            if self.store is not None and request_id in self._num_saved:
+                self._num_saved[request_id] = min(self._num_saved[request_id], length // self.store.block_size)
             if length < num_shared:
                 self._shared[request_id] = replace(self._shared[request_id], num_tokens=length)
 
@@ -160,6 +188,7 @@ class KVCache:
         assert not len(self.slots(request_id))
         if not self.keeps_prefixes or salt is None:
             return 0
+        self.restore(salt, tokens)
         node, slots = self._prefixes.match(salt, tokens)
         if len(slots):
             self._prefixes.lock(node)
@@ -169,6 +198,7 @@ class KVCache:
 
     def share(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
         """Add a request's committed tokens to the prefix cache, up to the length of `tokens`, their ids."""
+        self.save(request_id, salt, tokens)
         slots, num_shared = self.slots(request_id), self.num_shared(request_id)
         length = min(len(slots), len(tokens))
         if not self.keeps_prefixes or salt is None or length <= num_shared:
@@ -186,7 +216,62 @@ class KVCache:
     def release(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
         """Free a request, as `free` does, but keep its committed tokens in the prefix cache."""
         self.share(request_id, salt, tokens)
+        if self.store is not None and salt is not None and (count := self._num_saved.get(request_id)):
+            self.store.use(self.store.keys(salt, tokens[: count * self.store.block_size]))
         self.free(request_id)
+
+    def save(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
+        """Offer the blocks that a request has completed to the store, as far as it takes them now.
+
+        Args:
+            tokens: Token ids of the request, with those that are not computed yet.
+        """
+        store, slots = self.store, self.slots(request_id)
+        if store is None or salt is None:
+            return
+        size, first = store.block_size, self._num_saved.get(request_id, 0)
+        count = min(len(slots), len(tokens)) // size
+        if count <= first:
+            return
+        keys = store.keys(salt, tokens[: count * size])
+        for block in range(first, count):
+            if not store.write(keys[: block + 1], slots[block * size : (block + 1) * size]):
+                break
+            self._num_saved[request_id] = block + 1
+
+    def restore(self, salt: str | None, tokens: Sequence[int], most: int | None = None) -> bool:
+        """Read the blocks that follow the cached prefix of these tokens from the store into the prefix cache.
+
+        Args:
+            most: Most blocks to read now, or None for all.
+
+        Returns:
+            Whether nothing is left that could be read.
+        """
+        store = self.store
+        if store is None or salt is None:
+            return True
+        size, ids = store.block_size, np.asarray(tokens, dtype=np.int64)
+        node, slots = self._prefixes.match(salt, ids)
+        num_cached, first = len(slots), len(slots) // size
+        keys = store.keys(salt, ids) if len(ids) // size > first else []
+        count = store.will_read(keys[first:])
+        num_read = count if most is None else min(most, count)
+        self._prefixes.lock(node)
+        try:
+            for block in range(first, first + num_read):
+                num_new = (block + 1) * size - len(slots)
+                if num_new > self.num_available or not store.read(keys[block], self.reserve(_RESTORED, num_new)):
+                    count = 0  # what follows is of no use
+                    break
+                slots = np.concatenate([slots, self.reserved(_RESTORED)[len(slots) - num_cached :]])
+        finally:
+            self._prefixes.unlock(node)
+            self.give_back(_RESTORED, len(slots) - num_cached)
+            self._reserved.pop(_RESTORED, None)
+            if len(slots) > num_cached:
+                self._prefixes.insert(salt, ids[: len(slots)], slots)
+        return num_read >= count
 
     def free(self, request_id: str) -> None:
         """Free all slots that the request owns or reserved; do nothing for an unknown request."""
@@ -196,6 +281,7 @@ class KVCache:
         num_shared = shared.num_tokens if shared else 0
         self._free_slots(self._committed.pop(request_id, NO_SLOTS)[num_shared:])
         self._free_slots(self._reserved.pop(request_id, NO_SLOTS))
+        self._num_saved.pop(request_id, None)
 
     def _free_slots(self, slots: Slots) -> None:
         end = self._num_free + len(slots)

@@ -51,7 +51,7 @@ class PrefixCache:
         self.num_slots = 0
         self.num_unlocked = 0  # slots that can be evicted
 
-    def match(self, salt: str, tokens: Sequence[int]) -> tuple[PrefixNode, Ints]:
+    def match(self, salt: str, tokens: Sequence[int] | Ints) -> tuple[PrefixNode, Ints]:
         """Return the node where the longest cached prefix of these tokens ends, and the slots of that prefix."""
         node, slots = self._roots.get(salt, _EMPTY), [_NONE]
         for child, length in self._descend(node, np.asarray(tokens, dtype=np.int64)):
@@ -59,7 +59,7 @@ class PrefixCache:
             slots.append(node.slots)
         return node, np.concatenate(slots)
 
-    def insert(self, salt: str, tokens: Sequence[int], slots: Ints) -> tuple[PrefixNode, int]:
+    def insert(self, salt: str, tokens: Sequence[int] | Ints, slots: Ints) -> tuple[PrefixNode, int]:
         """Insert tokens, taking ownership of the slots of those that were not cached yet.
 
         The slots of tokens that were already cached stay with the caller.

@@ -75,11 +75,12 @@ class TargetConfig:
             "offload": str(self.offload.offload),
             "copies of the target": ", ".join(self.copies),
             "enforce_eager": str(self.enforce_eager),
-            "version of specinfer": _version(),
+            "version of specinfer": installed_version(),
         }
 
 
-def _version() -> str:
+def installed_version() -> str:
+    """Return the version of this package."""
     try:
         return metadata.version("specinfer")
     except metadata.PackageNotFoundError:  # run from its sources

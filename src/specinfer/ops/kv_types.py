@@ -4,8 +4,9 @@ Conversions to them round to the nearest, of two equally near to the even one, a
 largest number of the type becomes that, and so does infinity. NaN stays NaN. Conversions from them are exact.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,14 @@ KV_TYPES = {
     torch.float16: KVType(2, 0),
     torch.float8_e4m3fn: KVType(9, 1),
     torch.float8_e5m2: KVType(10, 2),
+}
+# The bits that are all set in infinity and NaN (e4m3fn: in NaN), and the whole numbers of their size.
+NOT_FINITE: dict[torch.dtype, tuple[type[np.unsignedinteger[Any]], int]] = {
+    torch.float32: (np.uint32, 0x7F800000),
+    torch.bfloat16: (np.uint16, 0x7F80),
+    torch.float16: (np.uint16, 0x7C00),
+    torch.float8_e4m3fn: (np.uint8, 0x7F),
+    torch.float8_e5m2: (np.uint8, 0x7C),
 }
 FLOAT8 = tuple(dtype for dtype in KV_TYPES if dtype.itemsize == 1)
 

@@ -136,7 +136,10 @@ def cache_salt_of(request: Request, config: ServerConfig, asked: str | None) -> 
     """Return the salt that separates cached prefixes: the request's own, and with several keys also the tenant."""
     if len(config.api_keys) < 2:
         return asked
-    return f"{tenant_of(request)}:{asked or ''}"
+    tenant, tenants = tenant_of(request), config.tenants
+    if not tenants[tenant].name:  # after a restart its place may be that of another key, and prefixes may be on disk
+        tenant = _digest(config.api_keys[list(tenants).index(tenant)]).hex()
+    return f"{tenant}:{asked or ''}"
 
 
 def _host_name(host: str) -> str:

@@ -198,7 +198,7 @@ class Metrics:
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics that are only read from the engine."""
         engine, totals = self._engine, self._tally.copy()
-        cache, counted = engine.llm.target.cache, engine.llm.engine.metrics
+        cache, disk, counted = engine.llm.target.cache, engine.llm.prefixes, engine.llm.engine.metrics
         for name, help, level in (
             ("num_requests_running", "Outputs in the batch.", engine.num_running),
             ("num_requests_waiting", "Outputs that wait for a place in it.", engine.num_waiting),
@@ -207,6 +207,8 @@ class Metrics:
             ("kv_cache_kept_perc", "Share of the slots kept for reuse.", cache.num_cached / cache.num_slots),
         ):
             yield self._families.gauge(name, help, level)
+        size = 0 if disk is None else disk.num_bytes
+        yield self._families.gauge("prefix_cache_disk_bytes", "Bytes of the prefixes kept on disk.", size)
         speedup = engine.llm.engine.policy.speedup
         known = {} if speedup is None else {"expected": speedup.expected, "measured": speedup.measured}
         ratios = {kind: ratio for kind, ratio in known.items() if ratio is not None}
@@ -218,6 +220,7 @@ class Metrics:
             ("generation_tokens", "Generated tokens.", totals.num_generated_tokens),
             ("prefix_cache_queries", "Tokens of prompts that were looked up in the cache.", totals.num_begun_tokens),
             ("prefix_cache_hits", "Of those, tokens found there.", totals.num_cached_tokens),
+            ("prefix_cache_disk_hits", "Of those, tokens from the disk.", disk.num_read_tokens if disk else 0),
             ("num_preemptions", "Times that an output gave its slots back to others.", counted.num_preempted),
             ("draft_failures", "Steps without draft tokens as a drafter failed.", counted.num_draft_failures),
             ("spec_decode_num_drafts", "Token trees with at least one draft token.", totals.num_drafts),

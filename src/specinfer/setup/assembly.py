@@ -31,6 +31,7 @@ from specinfer.model.heads.head import FeatureHead
 from specinfer.model.heads.load import taps_of
 from specinfer.model.load import LoadedModel, load_model
 from specinfer.model.offload.budget import Budget, PassCapacity
+from specinfer.model.prefix_folder import PrefixFolder
 from specinfer.model.runner import ModelRunner, TargetRunner
 from specinfer.model.sharding.runner import DistributedRunner, load_first_shard, min_remote_slots
 from specinfer.model.target import TargetConfig, num_sharing, settle_shard, with_rank_budget
@@ -39,6 +40,7 @@ from specinfer.setup.acceptance_profile import ProfileSource
 from specinfer.setup.drafter_setup import Speculator
 from specinfer.setup.model_names import find_tokenizer
 from specinfer.setup.model_plan import ModelPlan, plan_models
+from specinfer.setup.prefixes import keep_prefixes, open_prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Assembly:
         max_model_len: Longest request, in tokens.
         drafter_choice: The drafters that were chosen because none were named, and why, or None.
         adapters: LoRA adapters of the target, or None if requests may have none.
+        prefixes: Folder of cached prefixes that outlast the process, or None.
     """
 
     target: TargetRunner
@@ -62,17 +65,36 @@ class Assembly:
     max_model_len: int
     drafter_choice: str | None
     adapters: Adapters | None
+    prefixes: PrefixFolder | None
 
     def close_with(self, owner: object) -> None:
         """End the other ranks when `owner` is garbage collected, or the process ends."""
+        if self.prefixes is not None:
+            weakref.finalize(owner, self.prefixes.close)
         if self.ranks is not None:
             weakref.finalize(owner, self.ranks.close)
         if isinstance(self.target, DistributedRunner):
             weakref.finalize(owner, self.target.close)  # runs before the finalizer above, and lets ranks end in order
 
+    def keep_prefixes(self, max_model_len: int | None) -> None:
+        """Let cached prefixes of the models outlast the process from now on, if they have a folder.
+
+        Heads read a prompt again, from the target's hidden states that are kept; copies of the target share its cache.
+
+        Args:
+            max_model_len: As the setting.
+        """
+        if self.prefixes is None:
+            return
+        for runner in (self.target, *self.speculator.small_models.values()):
+            if type(runner) is ModelRunner:
+                keep_prefixes(self.prefixes, runner, max_model_len)
+
     def close(self) -> None:
         """Release the target's threads, files and ranks; it cannot be used any more."""
         self.speculator.close()
+        if self.prefixes is not None:
+            self.prefixes.close()
         for runner in (self.target, *self.speculator.small_models.values()):
             if runner.loaded.stream is not None:
                 runner.loaded.stream.close()
@@ -104,6 +126,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
     """
     if args.node_rank:
         raise ValueError("node_rank: the engine is on node 0; run specinfer.setup.follower.follow on the others")
+    prefixes = open_prefixes(args)
     plan = plan_models(args)
     drafters, limits = plan.drafters, plan.settings.limits
     with ExitStack() as undo:
@@ -145,7 +168,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
         ", ".join(drafters) or "none",
     )  # fmt: skip
     choice = plan.drafter_choice
-    return Assembly(runner, ranks, tokenizer, speculator, scheduler, sizes.max_model_len, choice, adapters)
+    return Assembly(runner, ranks, tokenizer, speculator, scheduler, sizes.max_model_len, choice, adapters, prefixes)
 
 
 def _load_target(

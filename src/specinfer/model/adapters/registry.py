@@ -1,6 +1,6 @@
 """The adapters that an engine has in memory."""
 
-import itertools
+import hashlib
 import logging
 import threading
 from collections import OrderedDict
@@ -51,7 +51,6 @@ class Adapters:
         self._linears = self._sites.linears | ({} if ranks is None else ranks.linears())
         self._lock = threading.Lock()
         self._loaded: OrderedDict[int, Adapter] = OrderedDict()
-        self._count = itertools.count(1)
 
     def find(self, request: LoRARequest) -> Adapter:
         """Return an adapter, loaded now unless it is in memory.
@@ -94,7 +93,17 @@ class Adapters:
         if self._ranks is not None:
             self._ranks.share(table, pairs)
         logger.info("adapter %s: %.1f MiB from %s", request.lora_name, table.num_bytes / 2**20, folder)
-        return Adapter(request, f"{request.lora_name}-{next(self._count)}", table)
+        return Adapter(request, _content(pairs), table)
+
+
+def _content(pairs: Mapping[str, Pair]) -> str:
+    """Return a digest of an adapter's matrices, the same after each start."""
+    total = hashlib.sha256()
+    for name, pair in sorted(pairs.items()):
+        total.update(f"{name} {[tuple(matrix.shape) for matrix in pair]}\n".encode())
+        for matrix in pair:
+            total.update(matrix.numpy().tobytes())
+    return total.hexdigest()
 
 
 def _stem(name: str) -> str:

@@ -7,7 +7,7 @@ was accepted since, one that was preempted, a fork, and another one with the sam
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -102,17 +102,27 @@ class RecurrentStates:
         Args:
             own: The row that the request reads.
         """
-        is_used = self._slot_of >= 0
-        # Free rows first, of these the one that was used last: its memory is at hand.
-        order = np.lexsort((np.where(is_used, self._last_used, -self._last_used), is_used))
         needed = self._pending.keys() | {row for row, count in self._readers.items() if row != own or count > 1}
-        needed |= self._in_loans()
-        row = next((int(one) for one in order if int(one) not in needed), NO_ROW)
+        row = self._free_row(needed | self._in_loans())
         if row != NO_ROW:
             self.forget(row)
             self._pending[row] = slot
             self._unwritten = set(self.pools)
         return row
+
+    def take_row(self, slot: int) -> int:
+        """Return the row for the state after the token in a slot, which is written at once and between two passes."""
+        if (row := self._free_row(self._in_loans())) != NO_ROW:
+            self._clock += 1
+            self.note(row, slot)
+        return row
+
+    def _free_row(self, needed: Collection[int]) -> int:
+        """Return a row whose state may be dropped, or -1 if all are needed."""
+        is_used = self._slot_of >= 0
+        # Free rows first, of these the one that was used last: its memory is at hand.
+        order = np.lexsort((np.where(is_used, self._last_used, -self._last_used), is_used))
+        return next((int(row) for row in order if int(row) not in needed), NO_ROW)
 
     def wrote(self, layer: int) -> None:
         """Record that a layer has written its rows; the last layer makes them known."""
