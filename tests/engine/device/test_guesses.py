@@ -15,6 +15,7 @@ from on_device import (
     make_device_engine,
     plain_tokens,
     repeating_requests,
+    run_on_device,
 )
 from specinfer.core.lookups import drafter_of
 from specinfer.core.request import Request, Span
@@ -22,10 +23,11 @@ from specinfer.core.rules import random_rules
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.drafters import MergedDrafter
+from specinfer.drafters.lookup.suffix import EARLIER, PROMPT, SIBLING, SuffixDrafter
 from specinfer.engine.device.launch import Launch
 from specinfer.engine.timer import Marks
 from specinfer.policy.base import FixedPolicy
-from tiny import requests_of, run
+from tiny import make_request, requests_of, run
 
 TREES = {
     "2,1,1": TreeBudget.expansion((2, 1, 1), num_drafters=3),
@@ -96,6 +98,35 @@ class Turns(FixedPolicy):
 def test_a_model_reads_what_steps_of_lookups_alone_emitted(pair: Pair, plain: list[list[int]]) -> None:
     _, requests = check_same_tokens(pair, Turns(), _requests, plain, all_on_device=True, lookups=["suffix"])
     assert {"small", "suffix"} <= {origin for request in requests for origin in request.origins}
+
+
+def _requests_of_sources() -> list[Request]:
+    """Return samples of one prompt, and a request that repeats its prompt with changes."""
+    samples = [
+        make_request(f"s{i}", [5, 6, 7], SamplingParams(seed=i, max_tokens=30, allowed_token_ids=[5, 6, 7, 8]), seed=i)
+        for i in range(5)
+    ]
+    copy = SamplingParams(temperature=0.0, max_tokens=40, allowed_token_ids=[9])
+    return [*samples, make_request("copy", [9] * 20 + [4], copy)]
+
+
+@pytest.mark.parametrize("has_device_executor", [False, True])
+def test_every_source_of_a_lookup_leaves_the_tokens_as_they_are(
+    has_device_executor: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, names = plain_tokens(pair[0], _requests_of_sources()), set[str]()
+    monkeypatch.setattr(SuffixDrafter, "observe", lambda _, __, tree, ___: names.update(tree.arrays.draws.names))
+    engine = make_device_engine(
+        pair[0], None, TREES["best-first"], lookups=["suffix"], has_device_executor=has_device_executor
+    )
+    for _ in range(2):  # in the second round there are earlier answers
+        requests = _requests_of_sources()
+        if has_device_executor:
+            assert run_on_device(engine, requests) == set(requests)
+            assert [request.output_ids for request in requests] == plain
+        else:
+            assert run(engine, requests) == plain
+    assert names == {"suffix", PROMPT, SIBLING, EARLIER}
 
 
 def test_two_steps_are_in_flight_while_lookups_are_not_asked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """Suffix decoding: drafts from how texts continued after the current last tokens, weighted by how often they did.
 
-Two texts are searched: the request's own, and the answers of finished requests with the same cache salt. In each, the
-longest stretch that is a suffix of the current text is found, and a tree of its continuations grows, the likeliest
-token first. The continuation of a long stretch gets a high confidence, so a text that repeats itself gets one long
-chain.
+Texts are searched: the request's own, outputs of running requests with the same prompt, and the answers of finished
+requests with the same cache salt. In each, the longest stretch that is a suffix of the current text is found, and a
+tree of its continuations grows, the likeliest token first. The continuation of a long stretch gets a high confidence,
+so a text that repeats itself gets one long chain.
 Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975).
 """
 
@@ -17,6 +17,7 @@ from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Prospect
 from specinfer.drafters.lookup.passage import Alignment
+from specinfer.drafters.lookup.siblings import Siblings
 from specinfer.drafters.lookup.suffix_automaton import SuffixAutomaton
 from specinfer.drafters.lookup.suffix_growth import Match, follow, grow
 from specinfer.verify import Acceptance
@@ -32,6 +33,7 @@ GENERATION_TOKENS = 16
 SALT_CHARACTERS = 32  # characters of a salt's name that are charged as one token
 NAME = "suffix"  # of the drafter, and of draft tokens from the request's own text
 PROMPT = f"{NAME}{SOURCE}prompt"  # the name of those from a passage of the prompt that the output repeats
+SIBLING = f"{NAME}{SOURCE}sibling"  # the name of those from outputs of running requests with the same prompt
 EARLIER = f"{NAME}{SOURCE}earlier"  # the name of draft tokens from answers of finished requests
 
 
@@ -128,7 +130,7 @@ class _Reading:
 
 
 class SuffixDrafter:
-    """A drafter that proposes what followed the same tokens before, in this text or in an earlier answer."""
+    """A drafter that proposes what followed the same tokens before, in this text, in a sibling or an earlier answer."""
 
     name = NAME
 
@@ -136,21 +138,22 @@ class SuffixDrafter:
         """Make a drafter with its own store, or with one that others share.
 
         Args:
-            max_tokens: The limit of tokens of earlier answers. A token of source code takes about 125 bytes, a random
-                one 200, and 300 at worst. A given `store` has its own limit.
+            max_tokens: The limit of tokens of earlier answers, and that of tokens of siblings. A token of source code
+                takes about 125 bytes, a random one 200, and 300 at worst. A given `store` has its own limit.
             min_match: The shortest match that is used. One token is worth using: on held-out Python files it gives 1.80
                 tokens per pass for 16 nodes, and matches of two or more tokens give 1.52.
         """
         if min_match < 1:
             raise ValueError(f"min_match must be at least 1, not {min_match}")
         self.store = SuffixStore(max_tokens) if store is None else store
+        self._siblings = Siblings(SIBLING, max_tokens)
         self._min_match = min_match
         self._readings: dict[str, _Reading] = {}
         # Salts and pieces of answers that are not in the store yet; if they come too fast, the oldest are lost.
         self._unread: deque[tuple[str, list[int]]] = deque(maxlen=256)
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
-        num_left = STEP_TOKENS - self._store_answers(STEP_TOKENS // 2)
+        num_left = STEP_TOKENS - self._read_others()
         trees = []
         for span, budget in zip(spans, budgets, strict=True):
             if not (budget.max_nodes and budget.max_depth):
@@ -164,6 +167,7 @@ class SuffixDrafter:
         pass  # the text is read when drafting
 
     def forget(self, request_id: str) -> None:
+        self._siblings.leave(request_id)
         reading = self._readings.pop(request_id, None)
         if reading is None or reading.request.cache_salt is None:
             return
@@ -173,10 +177,10 @@ class SuffixDrafter:
             for start in range(0, len(answer), PIECE_TOKENS):
                 self._unread.append((salt, answer[max(start - MAX_MATCH, 0) : start + PIECE_TOKENS]))
 
-    def _store_answers(self, num_left: int) -> int:
-        """Read the answers of finished requests into the store and return the number of tokens read."""
-        num_read = 0
-        while self._unread and num_read < num_left:
+    def _read_others(self) -> int:
+        """Read what siblings and finished requests generated, and return the number of tokens read."""
+        num_read = self._siblings.read(STEP_TOKENS // 2)
+        while self._unread and num_read < STEP_TOKENS // 2:
             salt, piece = self._unread.popleft()
             self.store.add(salt, piece)
             num_read += len(piece)
@@ -187,13 +191,14 @@ class SuffixDrafter:
         reading = self._readings.get(request.request_id)
         if reading is None or reading.request is not request:
             reading = self._readings[request.request_id] = _Reading(request)
+            self._siblings.join(request)
         start = reading.text.num_tokens
         unread = request.token_ids[start : start + max(num_left, MAX_MATCH)]
         reading.text.extend(unread)
         return len(unread)
 
     def prospects(self, spans: Sequence[Span]) -> list[Prospect]:
-        num_left = STEP_TOKENS - self._store_answers(STEP_TOKENS // 2)
+        num_left = STEP_TOKENS - self._read_others()
         prospects = []
         for span in spans:
             num_left -= self._read(span.request, num_left)
@@ -216,5 +221,5 @@ class SuffixDrafter:
         else:  # a long prompt, still being read
             in_text = Match(text, *text.match(tail), self.name)
         stored = None if request.cache_salt is None else self.store.match(request.cache_salt, tail)
-        matches = [*reading.passages(in_text.length), in_text]
-        return [*matches, stored] if stored else matches
+        others = (self._siblings.match(request), stored)
+        return [*reading.passages(in_text.length), in_text, *(match for match in others if match is not None)]

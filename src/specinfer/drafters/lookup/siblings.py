@@ -1,0 +1,103 @@
+"""Outputs of running requests with one prompt, which are a source for one another: samples of a prompt, rollouts."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from specinfer.core.request import Request
+from specinfer.drafters.lookup.suffix_automaton import SuffixAutomaton
+from specinfer.drafters.lookup.suffix_growth import Match
+
+MAX_MATCH = 32  # length of the longest match; more tokens that agree do not make samples agree more
+
+
+@dataclass(slots=True)
+class _Member:
+    """A request of a group, with the number of its output tokens that were read, and the state after them."""
+
+    request: Request
+    num_read: int = 0
+    state: int = 0
+
+
+@dataclass(slots=True)
+class _Group:
+    """Requests with one prompt, and what they have generated.
+
+    Attributes:
+        members: Requests that run, by id.
+        seeds: Seeds of sampled requests that are or were members, with their ids.
+        text: All outputs, those of members that have ended too; nothing is read for a single member.
+    """
+
+    members: dict[str, _Member] = field(default_factory=dict)
+    seeds: dict[int, str] = field(default_factory=dict)
+    text: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+
+
+class Siblings:
+    """The outputs of running requests, by tenant, cache salt and prompt; those of a prompt go when its last one ends.
+
+    Args:
+        name: Name of draft tokens from there.
+        max_tokens: Largest number of tokens that are stored for all prompts together.
+    """
+
+    def __init__(self, name: str, max_tokens: int) -> None:
+        self._name, self._max_tokens = name, max_tokens
+        self._groups: dict[Hashable, _Group] = {}
+        self._group_of: dict[str, Hashable] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that are stored."""
+        return sum(group.text.num_tokens for group in self._groups.values())
+
+    def join(self, request: Request) -> None:
+        """Add a request that begins, unless it shares nothing or has the noise of another one.
+
+        Rules that draw need draft tokens that do not depend on the request's own random numbers.
+        """
+        self.leave(request.request_id)
+        if request.cache_salt is None:
+            return
+        prompt = len(request.prompt_ids), hash(tuple(request.prompt_ids))
+        key = request.tenant, request.cache_salt, prompt
+        group = self._groups.setdefault(key, _Group())
+        name = request.request_id
+        if not request.params.is_greedy and group.seeds.setdefault(request.seed, name) != name:
+            return
+        group.members[name] = _Member(request)
+        self._group_of[name] = key
+
+    def leave(self, request_id: str) -> None:
+        """Remove a request that has ended, and what its group has generated with the last one."""
+        key = self._group_of.pop(request_id, None)
+        if key is None:
+            return
+        group = self._groups[key]
+        del group.members[request_id]
+        if not group.members:
+            del self._groups[key]
+
+    def read(self, num_left: int) -> int:
+        """Read new tokens of all members, up to a number, and return the number of tokens read."""
+        num_left = most = max(min(num_left, self._max_tokens - self.num_tokens), 0)
+        for group in self._groups.values():
+            for member in group.members.values() if len(group.members) > 1 else ():
+                start = len(member.request.prompt_ids) + member.num_read
+                unread = member.request.token_ids[start : start + num_left]
+                group.text.last = member.state
+                group.text.extend(unread)
+                member.state = group.text.last
+                member.num_read += len(unread)
+                num_left -= len(unread)
+        return most - num_left
+
+    def match(self, request: Request) -> Match | None:
+        """Return the end of a request's output in what its siblings have generated, or None if it is not there."""
+        key = self._group_of.get(request.request_id)
+        member = None if key is None else self._groups[key].members[request.request_id]
+        if key is None or member is None or not member.state or member.num_read < request.num_output:
+            return None
+        text = self._groups[key].text
+        return Match(text, member.state, min(text.lengths[member.state], MAX_MATCH), self._name)
