@@ -6,11 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specinfer.core.request import Request, Span
-from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
-from specinfer.core.tree import Draw, TokenTree
-from specinfer.engine.timer import StageClock
 from specinfer.policy import streamed_costs
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
@@ -118,15 +114,9 @@ def test_reading_never_costs_less_than_nothing() -> None:
 def test_a_lookups_long_chain_is_no_level_of_a_model() -> None:
     """Else a level would seem to cost nothing, and models would be asked for deep trees."""
     costs = CostModel(flat(1.0), Curve([1, 64], [0.1, 0.1]))
-    tree = TokenTree.chain(0, range(1, 31), "suffix")
-    draws = (*tree.draws, *(Draw(node, "draft") for node in (1, 2)))
-    request = Request("a", [0], SamplingParams(temperature=0.0), seed=0)
-    clock = StageClock()
-    clock.seconds |= {"draft": 0.2, "target": 1.0}
-    for made, levels in ((tree, 0), (TokenTree(tree.tokens, tree.parents, draws), 2), (TokenTree.root(0), 0)):
-        step = StepRecord.from_step([Span(request, 0, 1)], [made], 1, 0, clock.seconds)
-        assert step.num_model_levels == levels
-        costs.observe(step)
+    step = record(31, 30, 1.0, draft=0.2)
+    for levels in (0, 2, 0):
+        costs.observe(replace(step, num_levels=30, num_model_levels=levels))
         assert float(costs.draft_level(1)) == pytest.approx(0.1)
     costs.observe(replace(step, num_model_levels=None, num_levels=4, num_guessed=4))
     assert float(costs.draft_level(1)) < 0.1, "what is not told apart counts as before"

@@ -1,5 +1,7 @@
 """Budgets for lookups alone: they rest while looking up takes more time than it saves."""
 
+from dataclasses import replace
+
 import pytest
 
 from specinfer.core.tree import OFF
@@ -44,6 +46,17 @@ def test_what_was_gained_on_one_text_is_soon_forgotten_on_the_next() -> None:
     assert _num_asked(policy, 8, 0.05, 200) == 200
     policy.budget([make_span(num_output=1)])
     assert _num_asked(policy, 0, 0.05, 200) < 120
+
+
+def test_what_was_lost_on_one_text_does_not_count_on_the_next() -> None:
+    """There a single draft that is wrong would make lookups rest for many tokens."""
+    policy, step = LookupPolicy(make_costs(), ["suffix"]), make_record(num_rows=4, num_guessed=3, num_model_levels=0)
+    while policy._gain > -0.009:
+        policy.budget(OLD)
+        policy.observe(replace(step, draft_time=0.05), [Acceptance((), 1)])
+    assert policy.budget([make_span(num_output=1)]) != OFF
+    policy.observe(replace(step, draft_time=0.3), [Acceptance((), 1)])
+    assert policy.budget(OLD) != OFF
 
 
 def test_a_draft_token_of_a_lookup_must_be_worth_its_row() -> None:

@@ -4,9 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-import numpy as np
-
-from specinfer.core.lookups import is_model
 from specinfer.core.request import Span
 from specinfer.core.tree import TokenTree
 
@@ -70,14 +67,12 @@ class StepRecord:
         seconds: Mapping[str, float],
         num_budgeted: int = 0,
         waiting_time: float = 0.0,
-        num_model_levels: int | None = None,
+        num_model_levels: int = 0,
         is_first_of_size: bool = False,
         is_on_device: bool = False,
         prompts: PromptCounts = NO_PROMPTS,
     ) -> Self:
-        """Make the record of a step from its seconds by stage; model levels are counted if not given."""
-        if num_model_levels is None:
-            num_model_levels = max((_model_levels(tree) for tree in trees if tree is not None), default=0)
+        """Make the record of a step from its seconds by stage."""
         num_guessed = sum(tree.num_guessed for tree in trees if tree is not None)
         return cls(
             num_requests=len(spans),
@@ -107,12 +102,3 @@ class StepRecord:
     def reads_prompts(self) -> bool:
         """True if a request read more than one known token. Chunks of one token do not count."""
         return self.num_rows != self.num_requests + self.num_guessed
-
-
-def _model_levels(tree: TokenTree) -> int:
-    """Return the depth of the deepest draft token of a model, since each of its levels was a pass."""
-    if not tree.num_guessed:
-        return 0
-    draws = tree.arrays.draws
-    by_models = np.array([is_model(name) for name in draws.names], dtype=np.bool_)[draws.makers]
-    return int(tree.arrays.depths[draws.nodes[by_models]].max(initial=0))

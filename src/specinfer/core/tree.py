@@ -35,6 +35,8 @@ class TreeBudget:
         min_gain: Best first stops where a further level, over all requests, is expected to yield fewer
             accepted tokens than this.
         drafters: Names of the drafters that are used; None is all of them.
+        beside_models: Limits of the tree if a model is asked, too; None: models are asked, within these limits.
+            Otherwise these are the limits of lookups, for steps in which no model is worth its levels beside them.
     """
 
     max_nodes: int = 0
@@ -44,6 +46,7 @@ class TreeBudget:
     min_path_prob: float = 0.0
     min_gain: float = 0.0
     drafters: frozenset[str] | None = None
+    beside_models: "TreeBudget | None" = None
 
     @classmethod
     def expansion(cls, widths: Sequence[int], num_drafters: int = 1) -> "TreeBudget":
@@ -56,7 +59,10 @@ class TreeBudget:
             return self
         max_depth, max_nodes = min(max(max_depth, 0), self.max_depth), min(max(max_nodes, 0), self.max_nodes)
         if not self.widths:
-            return replace(self, max_depth=max_depth, max_nodes=max_nodes) if max_depth and max_nodes else OFF
+            if not (max_depth and max_nodes):
+                return OFF
+            beside = self.beside_models and self.beside_models.cut(max_depth, max_nodes)
+            return replace(self, max_depth=max_depth, max_nodes=max_nodes, beside_models=beside)
         widths = self.widths[:max_depth]
         while widths and self.num_drafters * expansion_nodes(widths) > max_nodes:
             widths = widths[:-1]

@@ -49,7 +49,7 @@ class StepResult:
         num_read: Tokens that the drafter read for the first time.
         num_budgeted: Nodes that the policy allowed.
         waiting_time: Seconds in which the pass waited for weights.
-        num_model_levels: Levels drafted by models, or None to count those of the trees.
+        num_model_levels: Levels drafted by models.
         device_seconds: Seconds of stages that the device measured.
         is_first_of_size: True if a pass was captured, or prepared to be.
         error: The error of the pass, whose requests keep nothing that it computed.
@@ -61,7 +61,7 @@ class StepResult:
     num_read: int = 0
     num_budgeted: int = 0
     waiting_time: float = 0.0
-    num_model_levels: int | None = None
+    num_model_levels: int = 0
     device_seconds: Mapping[str, float] = field(default_factory=dict)
     is_first_of_size: bool = False
     error: Exception | None = None

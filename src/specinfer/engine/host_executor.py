@@ -17,7 +17,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.drafter_cache import MAX_CHUNK
-from specinfer.drafters.merge.merged import reads_prompts, window_of
+from specinfer.drafters.merge.merged import levels_of_models, reads_prompts, window_of
 from specinfer.drafters.sparse_context import num_to_read
 from specinfer.engine.emission import scores_prompt, step_logprobs
 from specinfer.engine.ending import Endings
@@ -119,8 +119,9 @@ class HostExecutor:
             num_budgeted = sum(budget.max_nodes for budget in step.budgets)
             is_first = self.target.num_programs > step.num_programs
             return StepResult(
-                step.spans, clock, outcomes, step.num_read, num_budgeted, waited, is_first_of_size=is_first
-            )
+                step.spans, clock, outcomes, step.num_read, num_budgeted, waited, step.num_model_levels,
+                is_first_of_size=is_first,
+            )  # fmt: skip
         except Exception as error:
             return StepResult(step.spans, clock, error=error)
 
@@ -210,9 +211,11 @@ class HostExecutor:
         asking = [(i, span, budget) for i, span, budget in asking if span.produces_token]
         with self._drafting_safely([span for _, span, _ in asking]):
             drafted = drafter.draft([span for _, span, _ in asking], [budget for *_, budget in asking])
-            for (i, span, budget), tree in zip(asking, drafted, strict=True):
+            levels = levels_of_models(drafter, drafted, [budget for *_, budget in asking])
+            step.num_model_levels, reads = max(levels, default=0), reads_prompts(drafter)
+            for (i, span, budget), tree, num_levels in zip(asking, drafted, levels, strict=True):
                 request = span.request
-                if budget.max_nodes and asks_model(budget) and not request.drafting.is_read:
+                if budget.max_nodes and (num_levels or not reads) and not request.drafting.is_read:
                     request.drafting.is_read = True
                     step.num_read += self._num_to_read(request)
                 if is_sound(tree, span, budget, self.target.loaded.vocab_size):

@@ -28,6 +28,7 @@ class HostStep:
         budgets: The nodes that each span's tree may have, as planned.
         trees: Tree of each span, or None for a chunk of a prompt.
         num_read: Tokens that the drafter read for the first time.
+        num_model_levels: Levels drafted by models.
         clock: Clock of the time spent on this group alone.
         waited: Seconds that passes had waited for weights when this one began.
         num_programs: Passes that had been captured before it was drafted.
@@ -41,6 +42,7 @@ class HostStep:
     budgets: Sequence[TreeBudget] = ()
     num_programs: int = 0
     num_read: int = 0
+    num_model_levels: int = 0
     waited: float = 0.0
     target_pass: Pass | None = None
     error: Exception | None = None

@@ -98,6 +98,11 @@ class AcceptanceModel:
     def coverage(self) -> float:
         return self._coverage.value
 
+    @property
+    def text_shares(self) -> Floats:
+        """The shares of the last texts, and of this one in the place of its begin, [texts]."""
+        return np.asarray(self._shares)
+
     @classmethod
     def from_profile(cls, profile: AcceptanceProfile) -> "AcceptanceModel":
         """Make a model that expects what was measured, and counts it as so many trees, up to some."""

@@ -49,7 +49,8 @@ class AutoPolicy(SpeculationPolicy):
     MAX_TEST_EVERY = 1000  # the longest wait where a test loses more
     TEST_SHARE = 0.01
     TEST_REVIEW = 10  # steps between looks at whether a later test is due
-    CHECK_EVERY = 64  # steps with trees after which steps without show what they cost
+    # Steps with trees after which steps without show what they cost: at first, and after two checks, four, ...
+    FIRST_CHECK, CHECK_EVERY = 8, 64
     NUM_CHECKS = 2  # the number of these
     CLEAR = 1.25  # gain from which that could not change the choice
     PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
@@ -78,7 +79,8 @@ class AutoPolicy(SpeculationPolicy):
         self._num_steps = 0
         self._num_plain, self._plain_seconds = 0, 0.0  # steps since the last draft tokens, and their time
         self._test_after = self.FIRST_TEST
-        self._num_trees = self.CHECK_EVERY - self.REVIEW  # steps since the cost of those without trees was seen
+        self._num_trees = 0  # steps since the cost of those without trees was seen
+        self._check_after = self.FIRST_CHECK
         self._num_requests = self._age = 0  # those of the last choice
         self._remeasurement: Remeasurement | None = None  # under way
         self._pause = 0.0  # seconds of steps until passes may be measured again
@@ -104,17 +106,23 @@ class AutoPolicy(SpeculationPolicy):
     def _budgets_by_rank(self, spans: Sequence[Span], reading: Sequence[Span]) -> list[TreeBudget]:
         """Return the budgets by the observed acceptance of ranks, which requests with latency targets may exceed."""
         self.costs.follow(sum(span.start for span in (*spans, *reading)), len(spans) + len(reading))
-        if self._remeasurement is None and self._pause <= 0.0 and self._may_remeasure(len(spans)):
+        if self._remeasurement is None and self._pause <= 0.0 and self._may_remeasure(spans):
             assert isinstance(self.costs.target, Curve)
             self._remeasurement = Remeasurement(self.costs.target)
         if self._remeasurement is not None:
             return self._for_one(spans, self._remeasurement.budget(len(spans)))
         return self.planner.budgets(spans, self._fastest(spans, reading))
 
-    def _may_remeasure(self, num_requests: int) -> bool:
-        """Return whether the costs of passes are to be measured again, looked at now and then because it takes time."""
-        is_due = self._num_steps % self.REVIEW == 0 and self.costs.is_doubtful
-        return is_due and self.rank_choice.depends_on_passes(num_requests)
+    def _may_remeasure(self, spans: Sequence[Span]) -> bool:
+        """Return whether the costs of passes are to be measured again, looked at now and then because it takes time.
+
+        Its trees need a drafter, which may not read a long prompt for this alone.
+        """
+        if self._num_steps % self.REVIEW or not (spans and self.costs.is_doubtful):
+            return False
+        reading = self.costs.read_token * min(tokens_to_read(span.request, self.costs) for span in spans)
+        is_cheap = reading <= self.MOST_EARLY * float(self.costs.target(len(spans)))
+        return is_cheap and self.rank_choice.depends_on_passes(len(spans))
 
     def _fastest(self, spans: Sequence[Span], reading: Sequence[Span]) -> list[TreeBudget]:
         """Return the budgets with most tokens per second, or those of a test of the drafter."""
@@ -139,7 +147,7 @@ class AutoPolicy(SpeculationPolicy):
                 self._num_plain, self._plain_seconds = 0, 0.0
                 if self._delays_first_token(spans) or (not reading and self._must_check(len(spans))):
                     return [OFF] * len(spans)
-                return [budget if is_worthwhile else OFF for is_worthwhile in pays]
+                return self._beside_lookups(spans, budget, pays)
         self._num_plain += 1
         if self._is_test_due(spans):
             self._num_plain, self._plain_seconds = 0, 0.0
@@ -151,11 +159,29 @@ class AutoPolicy(SpeculationPolicy):
     def _must_check(self, num_requests: int) -> bool:
         """Return whether this step has no trees, to show what such steps cost, since that could change the choice."""
         self._num_trees += 1
-        if self._num_trees <= self.CHECK_EVERY or self.rank_choice.gain(num_requests) > self.CLEAR:
+        is_first = self._check_after == self.FIRST_CHECK
+        if self._num_trees <= self._check_after or self.rank_choice.gain(num_requests) > self.CLEAR ** (
+            1 + 2 * is_first
+        ):
             return False
-        if self._num_trees >= self.CHECK_EVERY + self.NUM_CHECKS:
-            self._num_trees = 0
+        if self._num_trees >= self._check_after + self.NUM_CHECKS:
+            self._num_trees, self._check_after = 0, min(2 * self._check_after, self.CHECK_EVERY)
         return True
+
+    def _beside_lookups(self, spans: Sequence[Span], budget: TreeBudget, pays: Sequence[bool]) -> list[TreeBudget]:
+        """Return the budgets of a step in which models may draft for some requests, and lookups for all.
+
+        On a host lookups come first, with limits of their own: where they suffice, no model is asked.
+        """
+        alone = self._lookups.budget(spans)
+        both = budget
+        if alone.max_nodes and self.costs.max_rows is None:
+            sizes = max(alone.max_nodes, budget.max_nodes), max(alone.max_depth, budget.max_depth)
+            both = TreeBudget(*sizes, min_path_prob=alone.min_path_prob, beside_models=budget)
+        return [
+            both if is_worthwhile else alone if self._may_delay(span.request) else OFF
+            for span, is_worthwhile in zip(spans, pays, strict=True)
+        ]
 
     def _is_test_due(self, spans: Sequence[Span]) -> bool:
         """Return whether a step tests the drafter: it loses little of the time, and could change the choice.
@@ -206,7 +232,8 @@ class AutoPolicy(SpeculationPolicy):
         self.planner.observe(step)
         self._plain_seconds += step.time
         if not step.is_first_of_size:  # otherwise its time is mostly that of a capture
-            if step.num_levels and step.draft_time < FAST * float(self.costs.draft(step.num_guessed, step.num_levels)):
+            num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
+            if num_levels and step.draft_time < FAST * float(self.costs.draft(step.num_guessed, num_levels)):
                 self._test_after = self.FIRST_TEST
             learn = self.costs.observe_prompts if step.reads_prompts else self.costs.observe
             learn(step)
@@ -230,6 +257,8 @@ class AutoPolicy(SpeculationPolicy):
     def on_tokens(
         self, request: Request, tree: TokenTree, acceptance: Acceptance, logits: Tensor, num_generated: int
     ) -> None:
+        if request.is_finished:
+            self.costs.lengths.observe(request.num_output)
         if self.network is not None:
             self.network.on_tokens(request, tree, acceptance, logits, num_generated)
 

@@ -21,6 +21,7 @@ from specinfer.core.tree_shape import MAX_TREE_NODES
 from specinfer.model.graphs.sizes import power_of_two
 from specinfer.policy import streamed_costs
 from specinfer.policy.curves import FAST, LEARNING_RATE, MAX_RATIO, ContextCurve, Curve, Floats, learning_rate
+from specinfer.policy.output_lengths import OutputLengths
 from specinfer.policy.streamed_costs import StreamedCurve
 
 _DOUBT = 1.3  # factor by which passes became slower or faster
@@ -44,6 +45,7 @@ class CostModel:
         is_provisional: Whether other load distorted the measurement of these costs; set until passes are measured anew.
         max_rows: Most rows of a step, or None for no limit. Larger trees are cut, all alike. The number of requests is
             rounded up to a power of two.
+        lengths: Lengths of outputs, which have to repay what is spent once on each.
         window: Tokens of a long prompt that the drafter reads at least, or None if it reads all.
     """
 
@@ -61,7 +63,9 @@ class CostModel:
         self.rest = 0.0
         self.max_rows: int | None = None
         self.window: int | None = None
+        self.lengths = OutputLengths()
         self._plain = 1.0  # seconds of passes without draft tokens over those of the curve
+        self._num_plain = 1  # passes that showed it, and one that is assumed
         self._reading = 1.0  # seconds of passes that read prompts over those of the curve
         self._since_tree = _NEAR  # steps since the last draft tokens
         self._usual_levels = 0.0  # mean of drafts so far, of which the last ones count most
@@ -122,14 +126,14 @@ class CostModel:
     def observe(self, step: StepRecord) -> None:
         """Learn from a step in which the target read no prompt."""
         self.follow(step.num_context, step.num_requests)
+        # A lookup's long chain has no model levels, and would make levels seem free.
+        num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
         before = float(self.target(step.num_rows))
         self._observe_pass(step)
-        if not step.num_levels and isinstance(self.target, Curve):
+        if not num_levels and isinstance(self.target, Curve):
             # Drafting was not seen, and has become slower or faster with the machine: its ratio to a pass remains.
             self._scale_drafting(float(self.target(step.num_rows)) / before)
         self.rest += LEARNING_RATE * (step.rest_time - self.rest)
-        # A lookup's long chain has no model levels, and would make levels seem free.
-        num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
         if not num_levels:
             return
         expected = float(self.draft(step.num_guessed, num_levels))
@@ -162,7 +166,9 @@ class CostModel:
             return
         if self._since_tree < _NEAR:
             ratio = step.target_time / float(self.target(step.num_rows))
-            self._plain += LEARNING_RATE * (min(max(ratio, 1.0 / _MOST_PLAIN), _MOST_PLAIN) - self._plain)
+            self._num_plain += 1  # the first few count alike
+            rate = max(LEARNING_RATE, 1.0 / self._num_plain)
+            self._plain += rate * (min(max(ratio, 1.0 / _MOST_PLAIN), _MOST_PLAIN) - self._plain)
         self._since_tree += 1
         self.target.observe(step.num_rows, step.target_time / self._plain)
 

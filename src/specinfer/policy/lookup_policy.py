@@ -45,7 +45,7 @@ class LookupPolicy:
     def budget(self, spans: Sequence[Span]) -> TreeBudget:
         """Return the budget of each request: draft tokens that are expected to save more than their rows take."""
         if begins_text(spans):
-            self._rest, self._gain = 0, min(self._gain, _MOST_KEPT)
+            self._rest, self._gain = 0, min(max(self._gain, 0.0), _MOST_KEPT)  # a loss was that of another text
         if self.is_resting:
             return OFF
         if len(spans) != self._num_requests or self._age >= _REVIEW:

@@ -20,7 +20,6 @@ from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
 
 Ints = npt.NDArray[np.int64]
-_USUAL_OUTPUT = 256  # tokens
 _ROUNDS = 3  # rounds in which nodes are priced by the choice of the round before
 
 
@@ -135,8 +134,8 @@ def tokens_to_read(request: Request, costs: CostModel) -> int:
 def pays_to_read(request: Request, seconds_saved: float, costs: CostModel) -> bool:
     """Return whether saving this much time for each token makes up for reading the prompt with the drafter.
 
-    How long an output becomes is not known. One of n tokens is taken to go on for as many, and at first for a usual
-    answer's: so reading is put off, and never takes much more than what it could have saved.
+    How long an output becomes is not known, but how long others became: reading is put off until most of those that
+    became as long went on for long enough.
     """
-    left = min(request.max_new_tokens, max(request.num_output, _USUAL_OUTPUT))
+    left = min(request.max_new_tokens, costs.lengths.left(request.num_output))
     return bool(seconds_saved * left > costs.read_token * tokens_to_read(request, costs))

@@ -24,6 +24,8 @@ from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
 from specinfer.policy.optimizer import ExpectedYield, clearly_faster, pays_to_read
 
+_LEAST = 1e-3  # share, to divide by
+
 
 class TreeSizes:
     """Best-first trees to choose from; the first is none.
@@ -249,8 +251,22 @@ class RankChoice:
         """
         if request.drafting.is_read:
             return True
-        rates = self.rates(num_requests)
-        return pays_to_read(request, float(1.0 / rates[0] - 1.0 / rates[self._chosen]), self._costs)
+        return pays_to_read(request, self._saved_by_a_text(num_requests), self._costs)
+
+    def _saved_by_a_text(self, num_requests: int) -> float:
+        """Return the seconds that a token of the next text is expected to save, on the average of the last texts.
+
+        Not on one of the easiest, from which a text begins: a prompt that was read cannot be put back.
+        """
+        step = self.usual().times(num_requests)
+        plain, drafted = (
+            float(self._costs.step(num_requests, nodes, levels))
+            for nodes, levels in ((0, 0), (step.nodes, step.levels))
+        )
+        tokens = 1.0 + self._acceptance.text_shares * (float(self.usual().tokens) - 1.0) / max(
+            self._acceptance.share, _LEAST
+        )
+        return float(np.maximum(plain - drafted / tokens, 0.0).mean()) / num_requests
 
     def seconds_lost_by_test(self, num_to_read: int, num_requests: int) -> float:
         """Return the seconds that a test with a chain of two for one request of a batch is expected to lose.

@@ -18,8 +18,11 @@ from specinfer.drafters import (
     PredictionDrafter,
     make_drafter,
 )
+from specinfer.drafters.growth.calibration import source
+from specinfer.drafters.kind import DraftKind
 from specinfer.drafters.merge.budget_split import BudgetSplit
 from specinfer.drafters.merge.guarded import MAX_FAILURES
+from specinfer.drafters.merge.merged import levels_of_models
 from specinfer.model.runner import ModelRunner
 from specinfer.verify import Acceptance
 from tiny import VOCAB, make_engine, make_request, paths_of, random_prompts, resized, run
@@ -113,6 +116,55 @@ def test_only_the_drafters_that_a_budget_names_are_asked() -> None:
                    TreeBudget(4, 2, drafters=frozenset()))  # fmt: skip
     assert paths_of(tree) == [(), (5,), (5, 6)], "a prediction is the request's own"
     assert not asked
+
+
+class ModelScript(Script):
+    """A drafter that counts as a model, each level of which costs a pass."""
+
+    kind = DraftKind()
+
+
+SURE, UNSURE = 0.995, 0.02  # confidences of a lookup
+LIMITS = TreeBudget(8, 8, min_path_prob=0.01, beside_models=TreeBudget(2, 2, min_gain=0.3))
+
+
+@pytest.mark.parametrize(("confidence", "num_paths"), [(SURE, 7), (UNSURE, 3)])
+def test_a_model_is_asked_only_where_its_levels_add_to_what_lookups_are_sure_of(
+    confidence: float, num_paths: int
+) -> None:
+    asked: list[TreeBudget] = []
+
+    def noted(span: Span, budget: TreeBudget) -> TokenTree:
+        asked.append(budget)
+        return _tree((7, 8), name="model", confidence=0.9)(span, budget)
+
+    lookup = Script("suffix", _tree((1, 2, 3, 4, 5, 6), name="suffix", confidence=confidence))
+    merged, request = MergedDrafter([lookup, ModelScript("model", noted)]), make_request("0", [5])
+    for _ in range(50):
+        merged.calibration.count(source("suffix", request), 0, SURE, kept=True)
+        merged.calibration.count(source("suffix", request), 0, UNSURE, kept=False)
+    tree = draft_within(merged, request, LIMITS)
+    assert len(tree) == num_paths, "lookups alone have limits of their own, and share those of models otherwise"
+    is_asked = confidence == UNSURE
+    assert asked == [LIMITS.beside_models] * is_asked
+    assert merged.num_model_levels == levels_of_models(merged, [tree], [LIMITS]) == [2 * is_asked]
+    assert LIMITS.cut(1, 1).beside_models == TreeBudget(1, 1, min_gain=0.3)
+
+
+def test_lookups_leave_room_for_models_whose_tokens_may_not_be_dropped() -> None:
+    lookup = Script("suffix", _tree((1, 2, 3, 4, 5, 6), name="suffix", confidence=SURE))
+    merged = MergedDrafter([lookup, ModelScript("model", _tree((7, 8), name="model"))], may_choose=False)
+    tree = draft_within(merged, make_request("0", [5]), LIMITS)
+    assert tree.num_guessed == 2
+    assert {draw.drafter for draw in tree.draws} == {"suffix", "model"}
+
+
+def test_levels_of_a_model_count_also_where_lookups_crowd_its_tokens_out() -> None:
+    lookup = Script("suffix", _tree((1, 2), name="suffix", confidence=SURE))
+    merged = MergedDrafter([lookup, ModelScript("model", _tree((7, 8), name="model", confidence=0.01))])
+    tree = draft_within(merged, make_request("0", [5]), TreeBudget(2, 2))
+    assert {draw.drafter for draw in tree.draws} == {"suffix"}
+    assert merged.num_model_levels == [2]
 
 
 BEST_FIRST_DRAFTERS: list[Callable[..., TokenTree]] = [

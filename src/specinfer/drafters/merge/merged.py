@@ -7,9 +7,10 @@ tokens so far. Drafters that are models may be on different ranks and draft at t
 parallelism); what they draft does not depend on where they run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from specinfer.core.lookups import PREDICTION
+from specinfer.core.lookups import PREDICTION, is_model
 from specinfer.core.request import Request, Span
 from specinfer.core.rules import is_random
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
@@ -18,6 +19,7 @@ from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.kind import draft_kind
 from specinfer.drafters.merge.budget_split import BudgetSplit
 from specinfer.drafters.merge.guarded import MAX_FAILURES, GuardedDrafter
+from specinfer.drafters.merge.need import is_worth_asking
 from specinfer.drafters.merge.pruning import Pruning
 from specinfer.drafters.merge.selection import Selection
 from specinfer.drafters.small_model import SmallModelDrafter
@@ -39,6 +41,26 @@ def window_of(drafter: Drafter) -> int | None:
     kinds = [kind for part in parts_of(drafter) if (kind := draft_kind(part)) is not None and kind.reads_prompts]
     windows = [kind.window for kind in kinds if kind.window is not None]
     return max(windows) if windows and len(windows) == len(kinds) else None
+
+
+def _depths(trees: Mapping[int, Sequence[TokenTree]], shares: Mapping[int, Sequence[TreeBudget]]) -> list[int]:
+    """Return the levels of each request that these drafters grew, at least one where any was asked."""
+    grown = [
+        [max(tree.max_depth, min(budget.max_nodes, 1)) for tree, budget in zip(trees[i], shares[i], strict=True)]
+        for i in shares
+    ]
+    return [max(levels) for levels in zip(*grown, strict=True)]
+
+
+def levels_of_models(drafter: Drafter, trees: Sequence[TokenTree], budgets: Sequence[TreeBudget]) -> list[int]:
+    """Return the levels that models drafted for each request in the last step, those without a token in its tree, too.
+
+    Args:
+        trees, budgets: What a drafter that is no merged one returned, and what it was asked for.
+    """
+    if isinstance(drafter, MergedDrafter):
+        return drafter.num_model_levels
+    return _depths({0: trees}, {0: budgets}) if is_model(drafter.name) else [0] * len(trees)
 
 
 class MergedDrafter:
@@ -68,6 +90,7 @@ class MergedDrafter:
         self._may_choose = may_choose
         self._budget_split = BudgetSplit([drafter.name for drafter in drafters])
         self.selection = selection
+        self.num_model_levels: list[int] = []  # levels that models drafted for each span in the last step
 
     @property
     def name(self) -> str:
@@ -89,9 +112,17 @@ class MergedDrafter:
     def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
         if self.selection is not None:
             budgets = self._select(self.selection, spans, budgets)
+        requests = [span.request for span in spans]
+        # Drawn tokens may not be dropped, so that lookups leave room for those of models.
+        budgets = [
+            budget if self._may_choose_for(request) else budget.beside_models or budget
+            for request, budget in zip(requests, budgets, strict=True)
+        ]
         num_left = [budget.max_nodes for budget in budgets]
         drafted: dict[int, list[TokenTree]] = {}
         for group, later in self._groups():
+            if not later:  # the models
+                budgets = self._settle(group, spans, budgets, drafted)
             shares = self._share(group, later, spans, budgets, num_left)
             drafts = {i: self._guarded[i].launch(spans, shares[i]) for i in reversed(shares)}
             trees = {i: self._guarded[i].collect(drafts[i], spans, shares[i]) for i in shares}
@@ -100,7 +131,35 @@ class MergedDrafter:
             if self.selection is not None:
                 for i in trees:
                     self.selection.note_lookups(spans, shares[i], self._guarded[i].name, trees[i])
+            if not later:
+                self.num_model_levels = _depths(trees, shares) or [0] * len(spans)
         return self._merge(spans, drafted, budgets)
+
+    def _settle(
+        self,
+        models: Sequence[int],
+        spans: Sequence[Span],
+        budgets: Sequence[TreeBudget],
+        drafted: dict[int, list[TokenTree]],
+    ) -> list[TreeBudget]:
+        """Return the budgets of models, or those of lookups alone if no model is worth its levels beside them.
+
+        Args:
+            drafted: Trees of the lookups.
+        """
+        names = [self._guarded[i].name for i in models]
+        asking = [k for k, budget in enumerate(budgets) if budget.max_nodes and any(map(budget.asks, names))]
+        is_open = [budgets[k].beside_models is not None for k in asking]
+        if not any(is_open):
+            return list(budgets)
+        trees = {k: [of[k] for of in drafted.values()] for k in asking}
+        requests, limits = [spans[k].request for k in asking], [budgets[k].beside_models or budgets[k] for k in asking]
+        settled = list(budgets)
+        if all(is_open) and not is_worth_asking(self.calibration, names, requests, list(trees.values()), limits):
+            limits = [replace(budgets[k], beside_models=None, drafters=frozenset(self.lookups)) for k in asking]
+        for k, limit in zip(asking, limits, strict=True):
+            settled[k] = limit
+        return settled
 
     @property
     def models(self) -> list[SmallModelDrafter]:
@@ -208,7 +267,8 @@ class MergedDrafter:
             if len(trees) > 1:
                 competes = not budget.widths or sum(tree.num_guessed for tree in trees) > budget.max_nodes
             else:  # a model has left out what is not probable enough, a lookup has not
-                competes = budget.min_path_prob > 0 and any(self._guarded[i].is_lookup for i in makers)
+                is_loose = budget.min_path_prob > 0 or merged[-1].num_guessed > budget.max_nodes
+                competes = is_loose and any(self._guarded[i].is_lookup for i in makers)
             competes = competes and all(tree.is_chosen for tree in trees)
             if len(trees) > 1 or competes:
                 several[k] = trees
