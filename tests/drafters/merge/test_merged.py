@@ -159,6 +159,27 @@ def test_lookups_leave_room_for_models_whose_tokens_may_not_be_dropped() -> None
     assert {draw.drafter for draw in tree.draws} == {"suffix", "model"}
 
 
+@pytest.mark.parametrize("confidence", [SURE, UNSURE])
+def test_a_model_that_is_not_asked_has_read_nothing(confidence: float, runner_of: Callable[..., ModelRunner]) -> None:
+    """Else what it reads later would count as the time of a level."""
+    lookup = Script("suffix", _tree((1, 2, 3, 4, 5, 6), name="suffix", confidence=confidence))
+    merged = MergedDrafter([lookup, ModelScript("model", _tree((7, 8), name="model"))])
+    request = make_request("0", [3, 1, 4], GREEDY)
+    for _ in range(50):
+        merged.calibration.count(source("suffix", request), 0, SURE, kept=True)
+        merged.calibration.count(source("suffix", request), 0, UNSURE, kept=False)
+    engine = make_engine(runner_of("llama"), merged, LIMITS)
+    engine.add(request)
+    for _ in range(2):
+        engine.step()
+    records = engine.metrics.recent
+    is_asked = confidence == UNSURE
+    assert request.drafting.is_read is is_asked
+    engine.abort(request)
+    assert records[-1].num_model_levels == 2 * is_asked
+    assert (sum(record.num_read for record in records) > 0) is is_asked
+
+
 def test_levels_of_a_model_count_also_where_lookups_crowd_its_tokens_out() -> None:
     lookup = Script("suffix", _tree((1, 2), name="suffix", confidence=SURE))
     merged = MergedDrafter([lookup, ModelScript("model", _tree((7, 8), name="model", confidence=0.01))])
