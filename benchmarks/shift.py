@@ -13,7 +13,8 @@ from specinfer.bench.models import find_models
 from specinfer.bench.options import SharedSettings, bench_params
 from specinfer.bench.prompts import token_prompts
 from specinfer.cli.measure import Measurement
-from specinfer.core.config import SpeculativeConfig, parse_select
+from specinfer.core.config import SpeculativeConfig
+from specinfer.core.drafter_forms import parse_select
 from specinfer.core.lookups import LOOKUPS
 from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.core.sampling import SamplingParams

@@ -21,8 +21,8 @@ from specinfer.core.config import (
     OffloadConfig,
     SpeculativeConfig,
     check_device,
-    parse_drafters,
 )
+from specinfer.core.drafter_forms import parse_drafters, parse_token_map
 from specinfer.core.errors import check_path
 from specinfer.core.limits import SLO
 from specinfer.core.lookups import reserved_names
@@ -30,7 +30,6 @@ from specinfer.core.lora import LoRAConfig
 from specinfer.core.options import Flag, check_settings, parse_size, setting, setting_of, settings_of
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.progress import ProgressCallback
-from specinfer.core.token_map import parse_token_map
 from specinfer.core.vllm_names import takes_vllm_arguments
 from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED
 from specinfer.hub.locate import at_revision
@@ -185,7 +184,7 @@ class EngineArgs:
         _ = self.engine_config, self.offload_config, self.parallel_config, self.speculative_config, self.lora_config
         SLO.parse(self.slo)
         check_device(self.device)
-        parse_token_map(self.drafter_token_map)
+        object.__setattr__(self, "drafter_token_map", parse_token_map(self.drafter_token_map))
         if self.adapt_dir is not None and not self.adapt_drafters:
             raise ValueError("adapt_dir: drafters learn only with adapt_drafters; set that too, or leave it out")
         self._check_prefix_cache()

@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 
 from specinfer.core.config import (
-    USUAL_WINDOW,
     EngineConfig,
     OffloadConfig,
     SpeculativeConfig,
-    parse_drafters,
-    parse_select,
 )
+from specinfer.core.drafter_forms import USUAL_WINDOW, parse_drafters, parse_select
 from specinfer.core.lookups import quoted_lookups
 from specinfer.core.rules import DRAFT_SAMPLINGS, RULES
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from specinfer.core.config import OffloadConfig, parse_drafters
+from specinfer.core.config import OffloadConfig
+from specinfer.core.drafter_forms import parse_drafters
 from specinfer.core.lookups import reserved_names
 from specinfer.model.definition import load_config
 from specinfer.model.device import DTYPES, find_device

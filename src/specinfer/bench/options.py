@@ -13,8 +13,8 @@ from specinfer.core.config import (
     DTYPES,
     OffloadConfig,
     check_device,
-    parse_select,
 )
+from specinfer.core.drafter_forms import parse_select
 from specinfer.core.options import check_settings, parse_size, setting, setting_of
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.sampling import MAX_SEED, SamplingParams

@@ -1,16 +1,15 @@
 """Settings that are chosen before a model is loaded: small frozen values, one for each concern, validated here."""
 
-import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from specinfer.core.drafter_forms import USUAL_WINDOW, parse_select, parse_window
 from specinfer.core.errors import check_path
-from specinfer.core.lookups import quoted_lookups, reserved_names
 from specinfer.core.options import check_settings, parse_size, setting
 from specinfer.core.rules import AUTO, DRAFT_SAMPLINGS, RULES
-from specinfer.core.tree_shape import TreeShape, parse_count, parse_tree
+from specinfer.core.tree_shape import TreeShape, parse_tree
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 # Types of keys and values, by the names that users give them, as PyTorch names them; None is that of the model.
@@ -25,7 +24,6 @@ KV_CACHE_DTYPES = {
 QUANTIZATIONS = ("int8", "int4", "fp8")
 MODEL, SPECULATION = "Model", "Speculation"  # sections of the help
 _MAX_NGRAM = 64  # each length takes memory for every token
-USUAL_WINDOW, _LEAST_WINDOW = 1024, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,69 +251,3 @@ class SpeculativeConfig:
         if self.drafter_window == AUTO:
             return USUAL_WINDOW if on_cpu else None
         return parse_window(self.drafter_window)
-
-
-def parse_window(window: str) -> int | None:
-    """Return the tokens that `drafter_window` names, or None for "all" and "auto".
-
-    Raises:
-        ValueError: The option has none of the forms.
-    """
-    if window in ("all", AUTO):
-        return None
-    is_number = isinstance(window, str) and window.isascii() and window.isdecimal()
-    if not is_number or parse_count(window) < _LEAST_WINDOW:
-        raise ValueError(
-            f'drafter_window: {window!r:.60} is not understood; use "all", "auto", or a number of tokens of at least '
-            f"{_LEAST_WINDOW}"
-        )
-    return parse_count(window)
-
-
-HEDGE = "hedge"
-_HEDGE_ASKED = 2  # the generalist, and the drafter that suits the text best
-
-
-def parse_select(select: str) -> int | None:
-    """Return the number of model drafters that `select` allows for one request, or None for "all".
-
-    Raises:
-        ValueError: The option has none of the forms.
-    """
-    if select == "all":
-        return None
-    if select == HEDGE:
-        return _HEDGE_ASKED
-    count = select.removeprefix(f"{HEDGE}:") if isinstance(select, str) else ""
-    if count == select or not (count.isascii() and count.isdecimal()) or not parse_count(count):
-        raise ValueError(f'select: {select!r:.60} is not understood; use "all", "hedge", or "hedge:1" (models asked)')
-    return parse_count(count)
-
-
-_DRAFTER_FORMS = f'"auto", or a list of folders, hub names, {quoted_lookups("and")}'
-
-
-def parse_drafters(drafters: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the drafter names as a tuple, or None for "auto".
-
-    Raises:
-        ValueError: A name is empty or not text, two names stand for the same drafter, or "auto" or "none" is given
-            among names.
-    """
-    if drafters is None or drafters == "auto":
-        return None
-    given = (drafters,) if isinstance(drafters, str | os.PathLike) else drafters
-    if not isinstance(given, Sequence) or not all(isinstance(name, str | os.PathLike) for name in given):
-        raise ValueError(f"drafters: {drafters!r:.60} is not a list of names; give {_DRAFTER_FORMS}")
-    names = tuple(map(str, given))
-    if not all(names):
-        raise ValueError(f"drafters: an empty name; give {_DRAFTER_FORMS}")
-    if "auto" in names:
-        raise ValueError(f'drafters: "auto" stands alone and in no list; give {_DRAFTER_FORMS}')
-    if "none" in names:
-        raise ValueError(f'drafters: "none" is not a drafter; give an empty list for none, or {_DRAFTER_FORMS}')
-    # "ngram" is always the drafter of that name, even if there is a folder called "ngram".
-    places = {name if name in reserved_names() or not os.path.isdir(name) else os.path.realpath(name) for name in names}
-    if len(places) < len(names):
-        raise ValueError(f"drafters: {', '.join(names)} names a drafter twice; leave one out")
-    return names

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from specinfer.core.config import OffloadConfig, check_quantization
+from specinfer.core.drafter_forms import TOKEN_MAP_AUTO, TOKEN_MAP_FULL
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import MTP, SELF_DRAFTERS
-from specinfer.core.token_map import TOKEN_MAP_AUTO, TOKEN_MAP_FULL, parse_token_map
 from specinfer.drafters.feature_drafter import NextTokens
 from specinfer.drafters.vocabulary.token_map import ReducedVocabulary, SharedVocabulary, Vocabulary
 from specinfer.drafters.vocabulary.translation import find_vocabulary
@@ -59,14 +59,13 @@ def load_draft_model(
         quantization: The quantization of its linear layers. On CPUs None means "drafter_quantization" in its
             config.json or, for a large small model whose files have no codes, "int8".
         offload: Settings of a streamed target, or None for no streaming.
-        token_map: The tokens that it proposes, see `token_map.parse_token_map`.
+        token_map: The tokens that it proposes, from `drafter_forms.parse_token_map`.
 
     Raises:
         ModelError: The model cannot be used.
     """
-    choice = parse_token_map(token_map)
     if name in SELF_DRAFTERS:
-        if choice not in (TOKEN_MAP_AUTO, TOKEN_MAP_FULL):
+        if token_map not in (TOKEN_MAP_AUTO, TOKEN_MAP_FULL):
             logger.warning("drafter_token_map has no effect on %s, which is the target itself", name)
         loaded = load_self(name, target, offload or OffloadConfig())
         return DraftModel(loaded, SharedVocabulary(target.vocab_size, target.vocab_size, None))
@@ -78,12 +77,12 @@ def load_draft_model(
         loaded = load_head(folder, target, quantization)
         assert isinstance(loaded.model, FeatureHead)
         kind = NextTokens if loaded.model.reads_pairs else SharedVocabulary
-        reduced = _reduced_of_head(name, loaded, tokenizer, choice)
+        reduced = _reduced_of_head(name, loaded, tokenizer, token_map)
         return DraftModel(loaded, kind(target.vocab_size, target.vocab_size, loaded.token_map, reduced))
     try:
         config = load_config(folder)
         vocab_size = min(target.vocab_size, config.get_text_config().vocab_size)
-        ids, reduced = _proposed(folder, vocab_size, target, tokenizer, choice)
+        ids, reduced = _proposed(folder, vocab_size, target, tokenizer, token_map)
         if quantization is None and target.device.type == "cpu" and _gains_by_rounding(folder, config):
             quantization = "int8"
         loaded = load_model(
@@ -96,7 +95,7 @@ def load_draft_model(
     vocabulary = find_vocabulary(
         name, tokenizer, load_tokenizer(folder), target.vocab_size, loaded.vocab_size, loaded.token_map, reduced
     )
-    if isinstance(choice, int) and vocabulary.reduced is not None and not isinstance(loaded.model, FusedDecoder):
+    if isinstance(token_map, int) and vocabulary.reduced is not None and not isinstance(loaded.model, FusedDecoder):
         logger.warning("drafter_token_map has no effect on %s, whose layers are not fused", name)
     return DraftModel(loaded, vocabulary)
 

@@ -7,7 +7,7 @@ own template. Others are given no text, as nobody knows what they will continue.
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +110,14 @@ class ProfileSource:
         """Return the file of the profile with these drafters."""
         return KeptFile("acceptance", _situation(self._target, drafter))
 
-    def find(self, drafter: MergedDrafter, *, may_measure: bool) -> AcceptanceProfile | None:
+    def find(
+        self, drafter: MergedDrafter, make: Callable[[], MergedDrafter | None], *, may_measure: bool
+    ) -> AcceptanceProfile | None:
         """Return the kept profile, or measure it if it is allowed and there is a chat template; else None.
 
         Args:
-            drafter: It learns from the answers: not the one that serves.
+            drafter: The drafter that serves.
+            make: Function that makes one like it, which learns from the answers.
             may_measure: Whether passes are quick enough.
         """
         kept = self.kept(drafter)
@@ -124,7 +127,7 @@ class ProfileSource:
         prompts = [] if is_busy or not may_measure else self._prompts()
         if not prompts:
             return None
-        engine = Engine(self._target, drafter, AcceptanceCounter(budget_of(parse_tree("1"))), self._scheduler)
+        engine = Engine(self._target, make(), AcceptanceCounter(budget_of(parse_tree("1"))), self._scheduler)
         params = SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS)
         try:
             profile = measure_acceptance(engine, prompts, params, CHAT_PROMPTS, _MAX_SECONDS, self._progress)

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 
 from specinfer.core.config import SpeculativeConfig
+from specinfer.core.drafter_forms import TOKEN_MAP_AUTO, TOKEN_MAP_FULL
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import LOOKUPS, is_model, is_self, reserved_names
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.rules import AUTO
-from specinfer.core.token_map import TOKEN_MAP_AUTO, TOKEN_MAP_FULL
 from specinfer.core.tree_shape import TreeShape
 from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN
@@ -229,11 +229,11 @@ class Speculator:
         """Return the acceptance of the active drafters that was measured, if any was."""
         names = self._names(self._config)
         if names not in self._found:
-            drafter = None if self._profiles is None else self._make_drafter(self._config)
-            if self._profiles is None or drafter is None or any(_is_remote(self._kinds[name]) for name in names):
+            if self._profiles is None or self.drafter is None or any(_is_remote(self._kinds[name]) for name in names):
                 return None
             is_quick = isinstance(costs.target, Curve) and float(costs.target(_CHECKED_ROWS)) < _MOST_SECONDS
-            self._found[names] = self._profiles.find(drafter, may_measure=is_quick)
+            make = partial(self._make_drafter, self._config)
+            self._found[names] = self._profiles.find(self.drafter, make, may_measure=is_quick)
         return self._found[names]
 
     def keep(self, profile: AcceptanceProfile) -> None:

@@ -304,7 +304,7 @@ def test_tokens_of_a_file_are_the_only_ones_that_are_proposed(
     folder = model_folder("llama", tokenizer=True, eos_token_id=EOS)
     (tmp_path / "ids.json").write_text(json.dumps(IDS))
     target = load_model(folder, "auto", CPU)
-    drafter = load_draft_model("small", folder, target, make_tokenizer(), None, token_map=str(tmp_path / "ids.json"))
+    drafter = load_draft_model("small", folder, target, make_tokenizer(), None, token_map=tmp_path / "ids.json")
     assert drafter.loaded.num_logits == len(IDS)
     for text, message in (("[[" * 10**5, "is damaged"), ("{}", "is not a list"), (f"[1, {VOCAB}]", "token id 96 of")):
         (tmp_path / "ids.json").write_text(text)

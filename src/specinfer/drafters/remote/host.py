@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
+from specinfer.core.drafter_forms import TOKEN_MAP_AUTO, parse_token_map
 from specinfer.core.grammar.compiler import GrammarCompiler
 from specinfer.core.grammar.state import Grammar
 from specinfer.core.request import Request, Span
 from specinfer.core.structured_outputs import StructuredOutputsParams
 from specinfer.core.thought import Decode
-from specinfer.core.token_map import TOKEN_MAP_AUTO
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.growth.calibration import Calibration, source_of
 from specinfer.drafters.loading import DraftModel, load_draft_model
@@ -121,7 +121,7 @@ class Host:
         token_map: str = TOKEN_MAP_AUTO,
     ) -> None:
         self._placed, self._quantization, self._keeps_prefixes = placed, quantization, keeps_prefixes
-        self._token_map = token_map
+        self._token_map = parse_token_map(token_map)
         self._models: dict[int, DraftModel] = {}
 
     def load(self, target: LoadedModel) -> Sequence[LoadedModel]:

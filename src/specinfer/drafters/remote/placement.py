@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specinfer.core.drafter_forms import TOKEN_MAP_AUTO
 from specinfer.core.parallel_config import ParallelConfig, find_place
-from specinfer.core.token_map import TOKEN_MAP_AUTO
 from specinfer.model.target import digest
 
 
@@ -27,7 +27,7 @@ class DrafterPlacement:
 
     Attributes:
         quantization: The quantization of all drafters.
-        token_map: The tokens that all of them propose, see `token_map.parse_token_map`.
+        token_map: The tokens that all of them propose, see `drafter_forms.parse_token_map`.
         keeps_prefixes: True if their caches keep prefixes.
     """
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from specinfer.core.config import parse_drafters
+from specinfer.core.drafter_forms import parse_drafters
 from specinfer.core.errors import check_int
 from specinfer.core.sampling import MAX_SEED
 
