@@ -37,7 +37,10 @@ from specinfer.hub.locate import at_revision
 C = TypeVar("C")
 P = ParamSpec("P")
 # Checked as given.
-_PATHS = ("model", "tokenizer", "cluster_cert", "speculation_policy", "step_log", "adapt_dir", "prefix_cache_dir")
+_PATHS = (
+    *("model", "tokenizer", "cluster_cert", "speculation_policy", "step_log", "adapt_dir", "prefix_cache_dir"),
+    "suffix_corpus",
+)
 _MODELS = "A folder, a GGUF file, a Hugging Face model ID, demo or demo-chat."
 
 
@@ -140,6 +143,12 @@ class EngineArgs:
     )
     prompt_lookup_min: int = setting_of(SpeculativeConfig, "prompt_lookup_min")
     prompt_lookup_max: int = setting_of(SpeculativeConfig, "prompt_lookup_max")
+    suffix_corpus: str | Path | None = setting(
+        None,
+        SPECULATION,
+        "Texts that the drafter suffix searches for all requests, from specinfer corpus build.",
+        metavar="FILE",
+    )
     drafter_quantization: str | None = setting(
         None, SPECULATION, "Quantize the linear layers of draft models to {choices}.", choices=QUANTIZATIONS
     )

@@ -8,6 +8,7 @@ import typer
 from specinfer.cli.batch import run_batch
 from specinfer.cli.chat import chat, complete, run
 from specinfer.cli.commands import Program, add_command
+from specinfer.cli.corpus import build
 from specinfer.cli.demo import demo
 from specinfer.cli.environment import collect_env, show_version, version
 from specinfer.cli.generate import generate
@@ -43,6 +44,9 @@ for measurement in (LATENCY, THROUGHPUT, SERVE, ACCEPTANCE):
     add_command(bench, measurement.command())
 add_moved(bench)
 app.add_typer(bench, name="bench")
+corpus = typer.Typer(cls=Group, help="Make texts that the suffix drafter searches.")
+add_command(corpus, build)
+app.add_typer(corpus, name="corpus")
 
 
 @app.callback()

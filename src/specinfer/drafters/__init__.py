@@ -11,6 +11,7 @@ from specinfer.drafters.feature_drafter import FeatureDrafter, HeadRunner
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.kind import draft_kind
+from specinfer.drafters.lookup.corpus import Corpus
 from specinfer.drafters.lookup.ngram import NGramDrafter
 from specinfer.drafters.lookup.prediction import PredictionDrafter
 from specinfer.drafters.lookup.suffix import SuffixDrafter
@@ -53,6 +54,7 @@ def make_drafter(
     costs: Sequence[float] | None = None,
     ngram_sizes: tuple[int, int] | None = None,
     windows: Sequence[int | None] | None = None,
+    corpus: Corpus | None = None,
 ) -> MergedDrafter | None:
     """Return the drafter for a list of names of lookups and small models, or None for an empty list.
 
@@ -68,6 +70,7 @@ def make_drafter(
             of drafters uses it.
         windows: The window of each drafter, in the order of `kinds`, which only small models with a cache have.
         ngram_sizes: Lengths of the shortest and the longest n-gram of "ngram", or None for its own.
+        corpus: Texts of the operator that "suffix" searches, or None.
     """
     if not kinds:
         return None
@@ -77,8 +80,10 @@ def make_drafter(
     is_chosen = max_asked is not None and num_models > 1
     for i, kind in enumerate(kinds):
         if isinstance(kind, str):
-            is_ngram = kind == NGramDrafter.name and ngram_sizes is not None
-            drafters.append(NGramDrafter(*ngram_sizes) if is_ngram else LOOKUPS[kind].make())  # type: ignore[misc]
+            if kind == NGramDrafter.name and ngram_sizes is not None:
+                drafters.append(NGramDrafter(*ngram_sizes))
+            else:
+                drafters.append(SuffixDrafter(corpus=corpus) if kind == SuffixDrafter.name else LOOKUPS[kind].make())
             continue
         name = _unlike([drafter.name for drafter in drafters], names[i] if names else "draft")
         if isinstance(kind, RemoteModel):

@@ -37,6 +37,7 @@ from specinfer.model.sharding.runner import DistributedRunner, load_first_shard,
 from specinfer.model.target import TargetConfig, num_sharing, settle_shard, with_rank_budget
 from specinfer.parallel.ranks import Ranks
 from specinfer.setup.acceptance_profile import ProfileSource
+from specinfer.setup.corpus import open_corpus
 from specinfer.setup.drafter_setup import Speculator
 from specinfer.setup.model_names import find_tokenizer
 from specinfer.setup.model_plan import ModelPlan, plan_models
@@ -132,6 +133,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
     with ExitStack() as undo:
         ranks, settings, target = _load_target(plan, progress, undo)
         tokenizer = load_tokenizer(target.folder) if args.tokenizer is None else find_tokenizer(args.tokenizer, target)
+        corpus = open_corpus(args.suffix_corpus, tokenizer, target.vocab_size)
         remote = {} if ranks is None else _remote_models(ranks, plan.placement)
         small = {
             name: load_draft_model(
@@ -158,7 +160,7 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
             runner.cache, limits.max_num_seqs, limits.max_num_batched_tokens, max_guesses, args.max_loras
         )
         profiles = ProfileSource(runner, scheduler, tokenizer, progress) if ranks is None else None
-        speculator = Speculator(runner, kinds, vocabularies, args.step_log, progress, profiles)
+        speculator = Speculator(runner, kinds, vocabularies, args.step_log, progress, profiles, corpus)
         adapters = _make_adapters(args, runner, here)
         undo.pop_all()
     logger.info(

@@ -15,6 +15,7 @@ from specinfer.core.rules import AUTO
 from specinfer.core.tree_shape import TreeShape
 from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN
+from specinfer.drafters.lookup.corpus import Corpus
 from specinfer.drafters.merge.merged import window_of
 from specinfer.drafters.remote.drafter import RemoteModel
 from specinfer.drafters.vocabulary.token_map import Vocabulary
@@ -49,6 +50,7 @@ def check_drafters(
     drafter_token_map: int | str | Path,
     *,
     adapts: bool,
+    has_corpus: bool,
 ) -> None:
     """Check that these drafters support the settings.
 
@@ -70,6 +72,8 @@ def check_drafters(
         )
     if adapts and not num_models:
         raise ValueError("adapt_drafters: no drafter is a model; leave it out, or name one in drafters")
+    if has_corpus and not config.shape.is_off and "suffix" not in names:
+        raise ValueError('suffix_corpus: only "suffix" searches it; name that in drafters, too, or leave it out')
 
 
 def find_drafters(names: Sequence[str], target: Path) -> dict[str, Path]:
@@ -126,6 +130,7 @@ class Speculator:
         step_log: File to record what is known before each step and its outcome, or None for no record.
         progress: Callback for the progress of long work.
         profiles: Source of measured acceptance, or None if it is assumed.
+        corpus: Texts of the operator that "suffix" searches, or None.
     """
 
     def __init__(
@@ -136,7 +141,9 @@ class Speculator:
         step_log: str | Path | None = None,
         progress: ProgressCallback | None = None,
         profiles: ProfileSource | None = None,
+        corpus: Corpus | None = None,
     ) -> None:
+        self._corpus = corpus
         self._profiles, self._found = profiles, dict[tuple[str, ...], AcceptanceProfile | None]()
         self._config = SpeculativeConfig()
         self._target = target
@@ -223,6 +230,7 @@ class Speculator:
             ngram_sizes=(config.prompt_lookup_min, config.prompt_lookup_max),
             windows=[_window_of(kind, config) for kind in kinds],
             costs=[_cost_of(kind, target) if isinstance(kind, ModelRunner) else 0 for kind in kinds],
+            corpus=self._corpus,
         )
 
     def _find_profile(self, costs: CostModel) -> AcceptanceProfile | None:

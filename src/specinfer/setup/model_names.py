@@ -61,14 +61,23 @@ def find_drafter(name: str) -> Path:
     return folder
 
 
+def named_tokenizer(name: str | Path) -> Any:
+    """Return the tokenizer of a folder, a GGUF file, a model of the hub or an embedded one.
+
+    Raises:
+        ModelError: There is no such tokenizer.
+    """
+    path = find_target(name) if str(name) in (CODE, CHAT) else locate_tokenizer(name)
+    return load_tokenizer(find_gguf_folder(path) if is_gguf(path) else path)
+
+
 def find_tokenizer(name: str | Path, target: LoadedModel) -> Any:
     """Return the tokenizer of a folder, a GGUF file or a model of the hub, for a target.
 
     Raises:
         ModelError: There is no such tokenizer, or it has more tokens than the target.
     """
-    path = demo_folders().target if str(name) == CODE else locate_tokenizer(name)
-    tokenizer = load_tokenizer(find_gguf_folder(path) if is_gguf(path) else path)
+    tokenizer = named_tokenizer(name)
     if len(tokenizer) > target.vocab_size:
         raise ModelError(
             f"tokenizer: it has {len(tokenizer)} tokens and the model {target.vocab_size}; name the model's own"

@@ -64,7 +64,10 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
             is_whole=is_whole,
         )  # fmt: skip
         names, choice = chosen.names, str(chosen)
-    check_drafters(speculative, names, args.drafter_quantization, args.drafter_token_map, adapts=args.adapt_drafters)
+    check_drafters(
+        speculative, names, args.drafter_quantization, args.drafter_token_map,
+        adapts=args.adapt_drafters, has_corpus=args.suffix_corpus is not None,
+    )  # fmt: skip
     settings = TargetConfig(
         str(folder), args.dtype, args.device, args.quantization, args.offload_config, _limits(args, folder, device),
         tuple(name for name in names if name in SELF_DRAFTERS),

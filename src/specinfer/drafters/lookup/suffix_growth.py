@@ -5,7 +5,6 @@ doubt, which falls with the length of the stretch. Sources: SuffixDecoding (Olia
 in prediction by partial matching.
 """
 
-from array import array
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
@@ -23,23 +22,29 @@ MIN_PATH_PROB = 0.002  # less likely tokens are not worth a place in any tree
 _DOUBT: tuple[float, ...] = tuple(2.0 / max(length, 1) ** 0.8 for length in range(257))
 
 
+class Column(Protocol):
+    """A number of each state."""
+
+    def __getitem__(self, state: int, /) -> int: ...
+
+
 class Text(Protocol):
     """A text that was read, as a graph of states; attributes as those of `SuffixAutomaton`."""
 
     @property
-    def only_tokens(self) -> "array[int]": ...
+    def only_tokens(self) -> Column: ...
 
     @property
-    def only_targets(self) -> "array[int]": ...
+    def only_targets(self) -> Column: ...
 
     @property
-    def counts(self) -> "array[int]": ...
+    def counts(self) -> Column: ...
 
     @property
-    def links(self) -> "array[int]": ...
+    def links(self) -> Column: ...
 
     @property
-    def lengths(self) -> "array[int]": ...
+    def lengths(self) -> Column: ...
 
     def follow(self, state: int, token: int) -> int: ...
 
