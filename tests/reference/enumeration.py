@@ -121,7 +121,8 @@ def extended(outputs: Outputs, target: Model, length: int) -> dict[Path, Fractio
                 joint[*tokens, END] += mass
                 continue
             for token, p in enumerate(target.distribution(tokens)):
-                joint[*tokens, token] += mass * p
+                if p:
+                    joint[*tokens, token] += mass * p
     return joint
 
 

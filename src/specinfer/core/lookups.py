@@ -54,7 +54,9 @@ SELF_DRAFTERS = {
     "self:int4-sparse": SelfKind("int4", is_sparse=True),
 }
 SOURCE = ":"  # between the name of a lookup and that of one of its sources, as in "suffix:earlier"
-PREDICTION = "prediction"  # the drafter of the predictions that requests bring, which users do not name
+# Drafters that users do not name: of the predictions that requests bring, and of what their grammars force.
+PREDICTION, GRAMMAR = "prediction", "grammar"
+AUTOMATIC = (PREDICTION, GRAMMAR)
 
 
 def reserved_names() -> tuple[str, ...]:
@@ -70,13 +72,13 @@ def is_self(drafter: str) -> bool:
 def drafter_of(name: str) -> str:
     """Return the drafter of a draft token, which is named by its drafter, or by a lookup and one of its sources."""
     lookup = name.partition(SOURCE)[0]
-    return lookup if lookup in LOOKUPS or lookup == PREDICTION else name
+    return lookup if lookup in LOOKUPS or lookup in AUTOMATIC else name
 
 
 def is_model(drafter: str) -> bool:
     """Return whether the drafter of this name is a model, so that each level of its trees costs a pass."""
     drafter = drafter_of(drafter)
-    return drafter not in LOOKUPS and drafter != PREDICTION
+    return drafter not in LOOKUPS and drafter not in AUTOMATIC
 
 
 def quoted_lookups(conjunction: str) -> str:

@@ -74,6 +74,28 @@ class TreeBudget:
             return TreeBudget.expansion(self.widths)
         return self.cut(self.max_depth, max_nodes)
 
+    def with_forced(self, max_nodes: int, min_path_prob: float) -> "TreeBudget":
+        """Return the budget in which what grammars force may have this many nodes, if no model is asked beside it."""
+        if not self.max_nodes:
+            return TreeBudget(max_nodes, max_nodes, min_path_prob=min_path_prob, drafters=frozenset())
+        if self.widths:
+            return self
+        return replace(
+            self,
+            max_nodes=max(max_nodes, self.max_nodes),
+            max_depth=max(max_nodes, self.max_depth),
+            beside_models=self.beside_models or self,
+        )
+
+    def with_drafter(self) -> "TreeBudget":
+        """Return the budget with which one more drafter grows the whole expansion."""
+        return replace(TreeBudget.expansion(self.widths, self.num_drafters + 1), drafters=self.drafters)
+
+    @property
+    def asks_none(self) -> bool:
+        """True if no drafter is used but the grammar of the request, and its prediction."""
+        return not self.max_nodes or self.drafters == frozenset()
+
     def asks(self, drafter: str) -> bool:
         """Return whether the drafter of this name is used."""
         return self.drafters is None or drafter in self.drafters
@@ -203,6 +225,12 @@ class TokenTree:
     def is_chosen(self) -> bool:
         """True if all draft tokens were chosen and none was drawn, so that any may be dropped."""
         return self.arrays.draws.numbers is None
+
+    @property
+    def drafter_names(self) -> set[str]:
+        """The drafters that proposed any node."""
+        draws = self.arrays.draws
+        return {draws.names[maker] for maker in set(draws.makers.tolist())}
 
     @property
     def max_depth(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from specinfer.core.lookups import LOOKUPS
+from specinfer.core.lookups import AUTOMATIC, LOOKUPS
 from specinfer.core.rules import AUTO
 from specinfer.drafters.assistant_drafter import AssistantDrafter, AssistantRunner
 from specinfer.drafters.base import Drafter
@@ -12,6 +12,7 @@ from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.growth.draft_sampling import CHOSEN
 from specinfer.drafters.kind import draft_kind
 from specinfer.drafters.lookup.corpus import Corpus
+from specinfer.drafters.lookup.grammar import GrammarDrafter
 from specinfer.drafters.lookup.ngram import NGramDrafter
 from specinfer.drafters.lookup.prediction import PredictionDrafter
 from specinfer.drafters.lookup.suffix import SuffixDrafter
@@ -29,6 +30,7 @@ __all__ = [
     "BlockDrafter",
     "Drafter",
     "FeatureDrafter",
+    "GrammarDrafter",
     "HeadRunner",
     "MergedDrafter",
     "NGramDrafter",
@@ -59,7 +61,7 @@ def make_drafter(
     """Return the drafter for a list of names of lookups and small models, or None for an empty list.
 
     The small models may run on this rank or on others. The result is always a `MergedDrafter`: a failing drafter does
-    not fail the step, and the predictions that requests may bring are always used.
+    not fail the step, and the predictions and grammars that requests may bring are always used.
 
     Args:
         vocabularies: The vocabulary of each drafter, in the order of `kinds`. None for lookups and for models on other
@@ -75,7 +77,7 @@ def make_drafter(
     if not kinds:
         return None
     calibration = Calibration()
-    drafters: list[Drafter] = [PredictionDrafter()]
+    drafters: list[Drafter] = [PredictionDrafter(), GrammarDrafter()]
     num_models = sum(not isinstance(kind, str) for kind in kinds)
     is_chosen = max_asked is not None and num_models > 1
     for i, kind in enumerate(kinds):
@@ -99,7 +101,7 @@ def make_drafter(
         )
     selection = None
     if max_asked is not None and is_chosen:
-        names = [drafter.name for drafter in drafters[1:]]
+        names = [drafter.name for drafter in drafters if drafter.name not in AUTOMATIC]
         models = [drafter.name for drafter in drafters if draft_kind(drafter) is not None]
         lookups = [name for name in names if name not in models]
         selection = Selection(models, lookups, max_asked, dict(zip(names, costs or (), strict=False)))

@@ -116,7 +116,7 @@ class HostExecutor:
             self._scheduler.release(step.spans)
             outcomes = self._outcomes(step.spans, step.trees, logits)
             clock.lap("verify")
-            num_budgeted = sum(budget.max_nodes for budget in step.budgets)
+            num_budgeted = sum(budget.max_nodes for budget in step.budgets if not budget.asks_none)
             is_first = self.target.num_programs > step.num_programs
             return StepResult(
                 step.spans, clock, outcomes, step.num_read, num_budgeted, waited, step.num_model_levels,
@@ -181,6 +181,7 @@ class HostExecutor:
         num_slots = self._num_draft_slots(spans)
         with self._drafting_safely(asking):
             wanted = [self._without_wait(*pair) for pair in zip(asking, policy.budgets(asking, reading), strict=True)]
+            wanted = policy.with_forced(asking, wanted)
             for i, budget in zip(decoding, fit(asking, wanted, num_slots), strict=True):
                 budgets[i] = budget
         return budgets

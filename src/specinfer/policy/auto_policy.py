@@ -9,16 +9,18 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
+from specinfer.core.lookups import GRAMMAR
 from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.text import counted
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
+from specinfer.drafters.lookup.grammar import has_forced
 from specinfer.policy.acceptance import AcceptanceModel, AcceptanceProfile
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import FAST, Curve
 from specinfer.policy.learned_choice import LearnedChoice
-from specinfer.policy.lookup_policy import LookupPolicy, begins_text
+from specinfer.policy.lookup_policy import MAX_NODES, LookupPolicy, begins_text, price_of_row
 from specinfer.policy.optimizer import tokens_to_read
 from specinfer.policy.rank_choice import RankChoice, TreeSizes
 from specinfer.policy.remeasurement import Remeasurement
@@ -54,6 +56,8 @@ class AutoPolicy(SpeculationPolicy):
     NUM_CHECKS = 2  # the number of these
     CLEAR = 1.25  # gain from which that could not change the choice
     PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
+    # Factor by which a forced token must save more than its row takes, and the largest probability that is asked for.
+    FORCED_MARGIN, FORCED_LIKELY = 1.1, 0.85
     DELAY = 0.03  # share of the time to a first token by which trees of others may delay it
 
     def __init__(
@@ -102,6 +106,18 @@ class AutoPolicy(SpeculationPolicy):
         others = [span for span, budget in zip(spans, budgets, strict=True) if budget is None]
         by_rank = iter(self._budgets_by_rank(others, reading) if others else ())
         return [next(by_rank) if budget is None else budget for budget in budgets]
+
+    def with_forced(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TreeBudget]:
+        """Return the budgets with tokens that grammars force, where each saves more than its row takes."""
+        if self._remeasurement is not None or not any(has_forced(span.request) for span in spans):
+            return list(budgets)
+        least = min(self.FORCED_MARGIN * price_of_row(self.costs, len(spans)), self.FORCED_LIKELY)
+        return [
+            budget.with_forced(MAX_NODES, least)
+            if has_forced(span.request) and self._may_delay(span.request)
+            else budget
+            for span, budget in zip(spans, budgets, strict=True)
+        ]
 
     def _budgets_by_rank(self, spans: Sequence[Span], reading: Sequence[Span]) -> list[TreeBudget]:
         """Return the budgets by the observed acceptance of ranks, which requests with latency targets may exceed."""
@@ -246,6 +262,8 @@ class AutoPolicy(SpeculationPolicy):
                 self._lookups.observe(step, [acceptance for _, acceptance in outcomes])
         else:
             for tree, acceptance in outcomes:
+                if tree.drafter_names == {GRAMMAR}:
+                    continue  # says nothing about drafters
                 if tree.num_guessed or (step.num_budgeted and step.num_requests == 1):
                     self.acceptance.observe(tree, acceptance)
 

@@ -46,6 +46,10 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
+    def with_forced(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TreeBudget]:
+        """Return the budgets of `budgets` with what the grammars of requests may add, which takes no time to draft."""
+        return list(budgets)
+
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         """Learn from the costs of a step, and from each tree and what was accepted of it."""
         return

@@ -15,11 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specinfer.core.lookups import LOOKUPS
+from specinfer.core.lookups import AUTOMATIC, LOOKUPS
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree
 from specinfer.drafters.base import Drafter, Lookup, Prospect
-from specinfer.drafters.lookup.prediction import PredictionDrafter
 from specinfer.drafters.merge.merged import MergedDrafter
 from specinfer.policy.request_states import RequestStates
 from specinfer.verify import Acceptance
@@ -44,7 +43,7 @@ def find_slots(drafter: Drafter) -> dict[str, Drafter]:
     slots: dict[str, Drafter] = {}
     num_models = 0
     for part in parts:
-        if isinstance(part, PredictionDrafter):
+        if part.name in AUTOMATIC:
             continue
         if part.name in LOOKUPS:
             slots[part.name] = part

@@ -13,7 +13,7 @@ from specinfer.core.tree import OFF, TreeBudget
 from specinfer.policy.cost_model import CostModel
 from specinfer.verify import Acceptance
 
-_MAX_NODES = 16  # of each request
+MAX_NODES = 16  # of each request
 _MOST_LIKELY = 0.5  # no draft token has to be likelier than this
 _MARGIN = 1.25  # factor by which a draft token must save more than its row takes, because confidences are rough
 _RATE = 0.02  # of learning what a step gains: some fifty steps are remembered
@@ -50,10 +50,8 @@ class LookupPolicy:
             return OFF
         if len(spans) != self._num_requests or self._age >= _REVIEW:
             self._num_requests, self._age = len(spans), 0
-            alone, full = self._costs.target([len(spans), len(spans) * (1 + _MAX_NODES)]).tolist()
-            price = (full / alone - 1.0) / _MAX_NODES  # of a draft token, in tokens
-            least = min(_MARGIN * price, _MOST_LIKELY)
-            self._budget = TreeBudget(_MAX_NODES, _MAX_NODES, min_path_prob=least, drafters=self.names)
+            least = min(_MARGIN * price_of_row(self._costs, len(spans)), _MOST_LIKELY)
+            self._budget = TreeBudget(MAX_NODES, MAX_NODES, min_path_prob=least, drafters=self.names)
         self._age += 1
         return self._budget
 
@@ -69,6 +67,12 @@ class LookupPolicy:
         self._gain = min(self._gain + _RATE * (gain - self._gain), _MOST_GAINED)
         if self._gain < -_MOST_LOST:
             self._gain, self._rest = 0.0, _REST
+
+
+def price_of_row(costs: CostModel, num_requests: int) -> float:
+    """Return what the row of a draft token takes, in tokens that plain decoding yields in this time."""
+    alone, full = costs.target([num_requests, num_requests * (1 + MAX_NODES)]).tolist()
+    return float((full / alone - 1.0) / MAX_NODES)
 
 
 def begins_text(spans: Sequence[Span]) -> bool:

@@ -8,6 +8,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.core.tree_shape import TreeShape, parse_tree
+from specinfer.drafters.lookup.grammar import has_forced
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import TREE_OFF, FixedPolicy, SpeculationPolicy, budget_of
 from specinfer.policy.cost_model import CostModel
@@ -77,9 +78,26 @@ class RequestPolicy(SpeculationPolicy):
             else:
                 budget = budget_of(parse_tree(tree), self._num_drafters)
             if budget.widths and span.request.prediction_ids:  # the prediction is one more drafter
-                budget = TreeBudget.expansion(budget.widths, self._num_drafters + 1)
+                budget = budget.with_drafter()
             budgets.append(budget)
         return budgets
+
+    def with_forced(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TreeBudget]:
+        """Return the budgets with what grammars add; a grammar is one more drafter of a fixed expansion."""
+        widened = list(budgets)
+        for policy in self._policies:
+            asked = [i for i, span in enumerate(spans) if self._policy_of(span.request.params.tree) is policy]
+            of_policy = policy.with_forced([spans[i] for i in asked], [budgets[i] for i in asked])
+            for i, budget in zip(asked, of_policy, strict=True):
+                widened[i] = budget
+        return [
+            budget.with_drafter() if budget.widths and has_forced(span.request) else budget
+            for span, budget in zip(spans, widened, strict=True)
+        ]
+
+    def _policy_of(self, tree: str | None) -> SpeculationPolicy | None:
+        """Return the policy for requests with this setting, or None if it is a shape."""
+        return self._default if tree in self._of_default else self._auto if tree == "auto" else None
 
     def observe(self, step: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         for policy in self._policies:

@@ -21,6 +21,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
+from specinfer.drafters.lookup.grammar import has_forced
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.features import FeatureTracker, find_slots
 from specinfer.policy.slo_planner import SLOPlanner
@@ -157,8 +158,9 @@ class LoggedPolicy(SpeculationPolicy):
             _, row, budget, max_new_tokens = pending
             # The end of the output cuts trees and accepted paths: near it a tree shows only what shallower ones yield.
             budget = budget.cut(max_new_tokens - 1, budget.max_nodes)
-            # Nothing is learned if the request could not use its budget, or drafted from its own prediction.
-            is_free = request.drafting.is_allowed and not request.prediction_ids and not request.is_finished
+            # Nothing is learned if the request could not use its budget, or drafted from its own prediction or grammar.
+            is_free = request.drafting.is_allowed and not request.is_finished
+            is_free = is_free and not request.prediction_ids and not has_forced(request)
             if budget.max_nodes and not budget.widths and is_free:
                 self._note(self._entry(row, budget, tree, acceptance))
         self.tracker.on_tokens(request, tree, acceptance, logits, num_generated)

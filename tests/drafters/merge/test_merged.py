@@ -397,7 +397,7 @@ def test_make_drafter(runner_of: Callable[..., ModelRunner]) -> None:
     assert make_drafter([], VOCAB) is None
     drafter = make_drafter(["ngram", runner_of("llama")], VOCAB, ["ngram", "tiny"])
     assert drafter is not None
-    assert drafter.name == "prediction+ngram+tiny"
+    assert drafter.name == "prediction+grammar+ngram+tiny"
     assert drafter.num_drafters == 2, "a prediction is not there for every request"
 
 

@@ -12,6 +12,7 @@ from specinfer.core.grammar.lark import shortened
 from specinfer.core.grammar.limits import DigitLimit, MaskTime
 from specinfer.core.grammar.matcher import make_matcher, make_tokenizer
 from specinfer.core.grammar.state import Grammar
+from specinfer.core.grammar.token_text import TokenText
 from specinfer.core.grammar.trial import CPU_SECONDS, GrammarTrials
 from specinfer.core.structured_outputs import StructuredOutputsParams
 
@@ -54,6 +55,7 @@ class GrammarCompiler:
                 "structured_outputs: this model's tokenizer is of a kind that has no grammars yet: "
                 f"{shortened(str(error))}"
             ) from error
+        self._text = TokenText(self._tokenizer, vocab_size, self._eos_token_ids)
         self._trials = GrammarTrials(text, num_tokens, self._end_bit) if has_trials else None
         self._made = lru_cache(maxsize=16)(self._make)
 
@@ -95,6 +97,7 @@ class GrammarCompiler:
             () if ignore_eos else self._eos_token_ids,
             None if self._trials is None else MaskTime(CPU_SECONDS),
             digit_limit=self._digit_limit if kind in ("json", "grammars") else None,
+            text=self._text,
         )
         fault = _fault(grammar)
         return _Made(grammar, checked.ignored) if fault is None else replace(checked, text=None, fault=("", fault))

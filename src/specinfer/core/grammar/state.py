@@ -13,6 +13,7 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from specinfer.core.grammar.limits import SECONDS_PER_TOKEN, DigitLimit, MaskCredit, MaskTime
+from specinfer.core.grammar.token_text import TokenText
 
 Bits = npt.NDArray[np.uint8]
 _MAX_RESTARTS = 4  # new matchers for one output; after these, all proposed tokens are illegal
@@ -38,6 +39,7 @@ class Grammar:
             take as much again, and after that all proposed tokens are illegal.
         matcher: Matcher at the grammar's start, or None to compile one.
         digit_limit: The limit on digits of numbers, or None if the grammar has no JSON.
+        text: The bytes of tokens, or None if they are unknown.
 
     Attributes:
         ignored: Fields of the request's constraint that no grammar can enforce, and that are left to the model.
@@ -54,6 +56,7 @@ class Grammar:
         mask_time: MaskTime | None = None,
         matcher: LLMatcher | None = None,
         digit_limit: DigitLimit | None = None,
+        text: TokenText | None = None,
     ) -> None:
         self._make_matcher = make_matcher
         self._vocab_size = vocab_size
@@ -63,6 +66,7 @@ class Grammar:
         self._num_restarts = 0
         self._time = mask_time or MaskTime()
         self._digit_limit = digit_limit
+        self.text = text
         self.ignored: Sequence[str] = ()
         self.credit: MaskCredit | None = None
         self.last_seconds = 0.0
@@ -97,6 +101,7 @@ class Grammar:
             mask_time,
             matcher,
             self._digit_limit,
+            self.text,
         )
         made.ignored = self.ignored
         return made
@@ -127,6 +132,13 @@ class Grammar:
         if self._has_ended or any(self._ends_at(path[:length]) for length in range(len(path) + 1)):
             return np.full_like(self._none, 255)
         return self._bits[path]
+
+    def forced_bytes(self, path: Sequence[int]) -> bytes:
+        """Return the bytes that must follow the output and a path of proposed tokens, none if that is unknown."""
+        if self._has_ended or self.is_lost or not self._may_guess:
+            return b""
+        with self._timed(is_guess=True):
+            return self._matcher.compute_ff_bytes() if self._go(tuple(path)) else b""
 
     def advance(self, token: int) -> None:
         """Add a generated token to the output. After an illegal token nothing is legal."""

@@ -8,11 +8,12 @@ from typing import NoReturn, cast
 import numpy as np
 
 from specinfer.core.errors import EngineDeadError
-from specinfer.core.lookups import PREDICTION
+from specinfer.core.lookups import GRAMMAR, PREDICTION
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters.base import Draft, Drafter, RemoteDrafting, ScoredDrafter
 from specinfer.drafters.kind import draft_kind
+from specinfer.drafters.lookup.grammar import has_forced
 from specinfer.drafters.merge.selection import Selection
 from specinfer.verify import Acceptance
 
@@ -40,7 +41,9 @@ class GuardedDrafter:
         return self.num_failures < MAX_FAILURES
 
     def is_asked(self, request: Request, budget: TreeBudget) -> bool:
-        """Return whether it drafts for a request with this budget; no selection leaves out its prediction."""
+        """Return whether it drafts for a request with this budget; no selection leaves out what the request brings."""
+        if self.name == GRAMMAR:
+            return has_forced(request)
         return bool(request.prediction_ids) if self.name == PREDICTION else budget.asks(self.name)
 
     def launch(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> Draft:

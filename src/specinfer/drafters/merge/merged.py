@@ -10,7 +10,7 @@ parallelism); what they draft does not depend on where they run.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from specinfer.core.lookups import PREDICTION, is_model
+from specinfer.core.lookups import AUTOMATIC, is_model
 from specinfer.core.request import Request, Span
 from specinfer.core.rules import is_random
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
@@ -98,10 +98,10 @@ class MergedDrafter:
 
     @property
     def num_drafters(self) -> int:
-        """The number of drafters that draft for a request, without its prediction, which few have."""
+        """The number of drafters that draft for a request, without its prediction and grammar, which few have."""
         if self.selection is not None:
             return self.selection.num_drafters
-        return sum(drafter.name != PREDICTION for drafter in self.drafters)
+        return sum(drafter.name not in AUTOMATIC for drafter in self.drafters)
 
     @property
     def num_failures(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Conditions of steps on a device: why a target, its drafters or a request take host steps instead."""
 
-from specinfer.core.lookups import PREDICTION
+from specinfer.core.lookups import AUTOMATIC
 from specinfer.core.request import Request
 from specinfer.core.rules import AUTO, RULES, TRAVERSAL, is_random
 from specinfer.drafters import Drafter, MergedDrafter, SmallModelDrafter
@@ -51,7 +51,7 @@ def why_not_sampled(drafter: Drafter | None, verification: str) -> str | None:
     if verification not in ("coupled", AUTO) and not (draws and RULES[verification].gpu_walk):
         return f"verification is {verification}, which has no walk on a device"
     kinds, models = (drafter.drafters, drafter.models) if isinstance(drafter, MergedDrafter) else ((), [])
-    if draws and sum(kind.name != PREDICTION for kind in kinds) > 1:
+    if draws and sum(kind.name not in AUTOMATIC for kind in kinds) > 1:
         return f"verification is {verification}, with several drafters"
     if draws and not models:
         return f"verification is {verification}, and no drafter is a model"

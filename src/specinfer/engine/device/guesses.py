@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from specinfer.core.draws import Floats
-from specinfer.core.lookups import PREDICTION
+from specinfer.core.lookups import AUTOMATIC
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.drafters import MergedDrafter
@@ -28,13 +28,13 @@ class DeviceGuesses:
 
     @property
     def has_lookups(self) -> bool:
-        """True if lookups are asked in every step; predictions alone belong to requests that are not served here."""
+        """True if lookups are asked in every step; those that requests bring are asked only next to others."""
         return bool(self.names)
 
     @property
     def names(self) -> list[str]:
         """Names of the lookups that are asked in every step."""
-        return [] if self._drafter is None else [name for name in self._drafter.lookups if name != PREDICTION]
+        return [] if self._drafter is None else [name for name in self._drafter.lookups if name not in AUTOMATIC]
 
     def alone(
         self, device_requests: Sequence[DeviceRequest], budgets: Sequence[TreeBudget], most_nodes: int
