@@ -76,13 +76,8 @@ class PrefixStore:
             return False
         state_end, row = self._states.latest(slots)
         body = torch.empty(size + (state_size if state_end else 0), dtype=torch.uint8)
-        index = torch.from_numpy(slots)
         for pool, (_, start, end) in zip(self._pools, self._parts, strict=True):
-            part = body[start:end].view(self.block_size, -1)
-            if pool.device.type == "cpu":
-                torch.index_select(pool, 0, index, out=part)
-            else:
-                part.copy_(pool.index_select(0, index.to(pool.device)))
+            _take_rows(pool, slots, body[start:end].view(self.block_size, -1))
         for pool, part in zip(self._state_pools, self._split_states(body), strict=True) if state_end else ():
             part.copy_(pool[row])
         numbers = body.numpy()
@@ -108,10 +103,8 @@ class PrefixStore:
         state_end = self.folder.read(key, self.block_size, body.numpy().data, self._sizes)
         if state_end is None:
             return False
-        index = torch.from_numpy(slots)
         for pool, (_, start, end) in zip(self._pools, self._parts, strict=True):
-            part = body[start:end].view(self.block_size, -1)[self.block_size - len(slots) :]
-            pool.index_copy_(0, index.to(pool.device), part.to(pool.device))
+            _put_rows(pool, slots, body[start:end].view(self.block_size, -1)[self.block_size - len(slots) :])
         self._states.drop(slots)  # of the tokens that were there before
         place = state_end - 1 - self.block_size + len(slots)
         if state_end and place >= 0 and (row := self._states.take_row(int(slots[place]))) >= 0:
@@ -132,3 +125,18 @@ class PrefixStore:
             if np.any((numbers[start:end].view(kind) & mask) == mask):
                 return False
         return True
+
+
+# On CPUs numpy copies, in this thread: PyTorch would wake all its threads for each of many small copies.
+def _take_rows(pool: Tensor, slots: Slots, rows: Tensor) -> None:
+    if pool.device.type == "cpu":
+        np.take(pool.numpy(), slots, axis=0, out=rows.numpy(), mode="clip")
+    else:
+        rows.copy_(pool.index_select(0, torch.from_numpy(slots).to(pool.device)))
+
+
+def _put_rows(pool: Tensor, slots: Slots, rows: Tensor) -> None:
+    if pool.device.type == "cpu":
+        pool.numpy()[slots] = rows.numpy()
+    else:
+        pool.index_copy_(0, torch.from_numpy(slots).to(pool.device), rows.to(pool.device))
