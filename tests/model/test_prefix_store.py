@@ -50,7 +50,7 @@ def test_requests_without_a_salt_leave_nothing() -> None:
     cache, store = _cache()
     _compute(cache, "a", range(6), salt=None)
     assert not store.blocks
-    assert cache.restore(None, range(6))
+    assert cache.restore(None, range(6)) == (0, True)
 
 
 def test_a_prefix_that_ends_within_a_block_gets_the_rest_of_it() -> None:
@@ -99,6 +99,31 @@ def test_a_request_waits_for_its_blocks_while_others_run_and_gets_them_at_once_w
             assert len(spans) == others + (request in scheduler.running)  # others never wait
         assert seen == wanted
         assert request.num_cached == length
+
+
+def test_requests_share_what_is_read_in_a_step_while_others_run() -> None:
+    cache, store = _cache(200)
+    texts = [[start, *range(1, 12)] for start in (100, 200, 300)]
+    for number, text in enumerate(texts):
+        _compute(cache, str(number), text)
+    reads = []
+    store.read = lambda key, slots: reads.append(len(slots)) or True  # type: ignore[assignment, func-returns-value]
+    again = KVCache(200, keeps_prefixes=True)
+    again.store = store
+    scheduler = Scheduler(again, 8, 50)
+    scheduler.add(make_request("other", range(90, 95)))
+    scheduler.schedule()
+    requests = [make_request(f"again{number}", [*text, 7]) for number, text in enumerate(texts)]
+    for request in requests:
+        scheduler.add(request)
+    seen = []
+    while len(scheduler.running) < 4:
+        before = len(reads)
+        scheduler.schedule()
+        seen.append((len(reads) - before, len(scheduler.running)))
+    assert sum(count for count, _ in seen) == len(reads) == 18
+    assert max(count for count, _ in seen) == RESTORED_AT_ONCE
+    assert [request.num_cached for request in requests] == [12] * 3
 
 
 # ---------------------------------------------------------------------------------------- tensors

@@ -212,7 +212,7 @@ class Scheduler:
         idle = self.turns.idle(self.running)
         slots_left = self._cache.num_available - sum(request.num_unread for request in idle)
         slots_left -= len(self.turns.in_flight) + num_guessed
-        room = PromptRoom(idle, self._max_num_batched_tokens)
+        room, blocks_left = PromptRoom(idle, self._max_num_batched_tokens), RESTORED_AT_ONCE
         for request in list(islice(self.waiting, MAX_LOOKED_AT)):
             if room.is_empty or len(self.running) >= self._max_num_seqs:
                 break
@@ -224,8 +224,10 @@ class Scheduler:
                 continue
             if self.planner is not None and not self.planner.may_admit(self.running):
                 break
-            most = RESTORED_AT_ONCE if self.running else None  # running requests wait for what is read
-            if not self._cache.restore(request.cache_salt, _reusable(request), most):
+            most = blocks_left if self.running else None  # running requests wait for what is read
+            num_read, is_whole = self._cache.restore(request.cache_salt, _reusable(request), most)
+            blocks_left = max(blocks_left - num_read, 0)
+            if not is_whole:
                 continue
             available = self._cache.num_available
             self._attach(request)

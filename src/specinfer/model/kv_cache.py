@@ -239,18 +239,18 @@ class KVCache:
                 break
             self._num_saved[request_id] = block + 1
 
-    def restore(self, salt: str | None, tokens: Sequence[int], most: int | None = None) -> bool:
+    def restore(self, salt: str | None, tokens: Sequence[int], most: int | None = None) -> tuple[int, bool]:
         """Read the blocks that follow the cached prefix of these tokens from the store into the prefix cache.
 
         Args:
             most: Most blocks to read now, or None for all.
 
         Returns:
-            Whether nothing is left that could be read.
+            The number of blocks that were read, and whether nothing is left that could be read.
         """
         store = self.store
         if store is None or salt is None:
-            return True
+            return 0, True
         size, ids = store.block_size, np.asarray(tokens, dtype=np.int64)
         node, slots = self._prefixes.match(salt, ids)
         num_cached, first = len(slots), len(slots) // size
@@ -271,7 +271,7 @@ class KVCache:
             self._reserved.pop(_RESTORED, None)
             if len(slots) > num_cached:
                 self._prefixes.insert(salt, ids[: len(slots)], slots)
-        return num_read >= count
+        return num_read, num_read >= count
 
     def free(self, request_id: str) -> None:
         """Free all slots that the request owns or reserved; do nothing for an unknown request."""
