@@ -67,6 +67,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "drafters/lookup/ngram.py": ("drafters/lookup/test_ngram.py",),
     "drafters/lookup/passage.py": ("drafters/lookup/test_passage.py",),
     "drafters/lookup/prediction.py": ("drafters/lookup/test_prediction.py",),
+    "drafters/lookup/siblings.py": ("drafters/lookup/test_siblings.py",),
+    "drafters/lookup/source_scores.py": ("drafters/lookup/test_source_scores.py",),
     "drafters/lookup/suffix.py": ("drafters/lookup/test_suffix.py",),
     "drafters/lookup/suffix_automaton.py": ("drafters/lookup/test_suffix_automaton.py",),
     "drafters/lookup/suffix_growth.py": ("drafters/lookup/test_suffix.py",),

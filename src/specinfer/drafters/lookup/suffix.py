@@ -19,6 +19,7 @@ from specinfer.drafters.base import Prospect
 from specinfer.drafters.lookup.corpus import Corpus
 from specinfer.drafters.lookup.passage import Alignment
 from specinfer.drafters.lookup.siblings import Siblings
+from specinfer.drafters.lookup.source_scores import SourceScores
 from specinfer.drafters.lookup.suffix_automaton import SuffixAutomaton
 from specinfer.drafters.lookup.suffix_growth import Match, follow, grow
 from specinfer.verify import Acceptance
@@ -113,6 +114,7 @@ class _Reading:
 
     request: Request
     text: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    scores: SourceScores = field(default_factory=SourceScores)
     alignment: Alignment | None = None  # of the output in the prompt, once it repeats a passage
 
     def passages(self, num_repeated: int) -> list[Match]:
@@ -235,4 +237,5 @@ class SuffixDrafter:
         # A large corpus has any short stretch often: what requests themselves have says more at the same length.
         longest = max(match.length for match in matches)
         in_corpus = None if self._corpus is None else self._corpus.match(tail, CORPUS, longer_than=longest)
-        return [*matches, in_corpus] if in_corpus else matches
+        matches += [in_corpus] if in_corpus else []
+        return reading.scores.trusted(request, matches, self._min_match)

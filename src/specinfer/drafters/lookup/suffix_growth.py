@@ -59,12 +59,14 @@ class Match(NamedTuple):
         state: The state of the stretch in it.
         length: The length of the stretch.
         name: The name of draft tokens from there: that of the drafter, with the source.
+        trust: Factor of the probability that the text goes on from there, by how often it did in this request.
     """
 
     text: Text
     state: int
     length: int
     name: str
+    trust: float = 1.0
 
 
 def grow(root: int, matches: Sequence[Match], budget: TreeBudget, min_match: int = 1) -> TokenTree:
@@ -83,8 +85,8 @@ def grow(root: int, matches: Sequence[Match], budget: TreeBudget, min_match: int
     # doubt.
     path_prob = 1.0
     doubts = [front.doubt(match) for match in matches]
-    for doubt, (text, state, length, name) in sorted(zip(doubts, matches, strict=True), key=lambda item: item[0]):
-        front.push(text, state, length, -1, 0, path_prob, name)
+    for doubt, match in sorted(zip(doubts, matches, strict=True), key=lambda item: item[0]):
+        front.push(match.text, match.state, match.length, -1, 0, path_prob * match.trust, match.name)
         path_prob *= doubt
     heap = front.heap
     while heap:
@@ -125,10 +127,27 @@ def grow(root: int, matches: Sequence[Match], budget: TreeBudget, min_match: int
     return _tree(tokens, parents, path_probs, names)
 
 
+def first_tokens(match: Match, min_match: int = 1) -> dict[int, float]:
+    """Return what followed a match, or the longest of its suffixes that anything followed, and the probability of each.
+
+    They add up to less than 1, the rest of which is left to doubt; the trust in the match is not counted.
+    """
+    text, state, length, *_ = match
+    while length >= min_match:
+        seen = text.continuations(state, MAX_CHILDREN)
+        if seen:
+            counts = [text.counts[target] for _, target in seen]
+            total = len(seen) * _DOUBT[min(length, len(_DOUBT) - 1)] + sum(counts)
+            return {token: times / total for (token, _), times in zip(seen, counts, strict=True)}
+        state = text.links[state]
+        length = text.lengths[state] if state >= 0 else 0
+    return {}
+
+
 def follow(matches: Sequence[Match], min_match: int = 1) -> Prospect:
     """Return the likeliest path of the surest match: at each token the most frequent one, the last seen on a tie."""
     front = _Front(min_match)
-    text, state, length, _ = min(matches, key=front.doubt)
+    text, state, length, *_ = min(matches, key=front.doubt)
     match, path_prob = 0, 1.0
     tokens, path_probs = list[int](), list[float]()
     while len(tokens) < MAX_PROSPECT and length >= min_match:
@@ -190,15 +209,7 @@ class _Front:
 
     def doubt(self, match: Match) -> float:
         """Return the share of the probability that a match leaves to doubt, rounded: equal ones compare equal."""
-        text, state, length, _ = match
-        while length >= self.min_match:
-            seen = text.continuations(state, MAX_CHILDREN)
-            if seen:
-                doubt = len(seen) * _DOUBT[min(length, len(_DOUBT) - 1)]
-                return round(doubt / (doubt + sum([text.counts[target] for _, target in seen])), 9)
-            state = text.links[state]
-            length = text.lengths[state] if state >= 0 else 0
-        return 1.0
+        return round(1.0 - match.trust * sum(first_tokens(match, self.min_match).values()), 9)
 
 
 def _tree(tokens: list[int], parents: list[int], path_probs: list[float], names: list[str]) -> TokenTree:
