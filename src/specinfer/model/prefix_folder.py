@@ -31,7 +31,7 @@ _STALE = 3600.0  # seconds after which an unfinished file is that of a process t
 @dataclass(slots=True)
 class _File:
     num_bytes: int
-    last_used: float
+    last_used: int  # in nanoseconds since 1970
 
 
 class PrefixFolder:
@@ -71,7 +71,7 @@ class PrefixFolder:
         except OSError:
             return False
         with self._lock:  # another process wrote it
-            self._files[key] = _File(status.st_size, status.st_mtime)
+            self._files[key] = _File(status.st_size, status.st_mtime_ns)
         return True
 
     def will_read(self, keys: Sequence[bytes]) -> None:
@@ -165,14 +165,14 @@ class PrefixFolder:
         if not is_useless and block.is_sound() and self._make_room(size, {*block.chain, block.key}):
             write_block(self._path_of(block.key), block)
             with self._lock:
-                self._files[block.key] = _File(size, time.time())
+                self._files[block.key] = _File(size, time.time_ns())
 
     def _touch(self, chain: Sequence[bytes]) -> None:
-        now = time.time()
+        now = time.time_ns()
         for depth, key in enumerate(chain):
-            used = now - depth * 1e-3
+            used = now - depth
             with contextlib.suppress(OSError):
-                os.utime(self._path_of(key), (used, used))
+                os.utime(self._path_of(key), ns=(used, used))
             with self._lock:
                 if key in self._files:
                     self._files[key].last_used = used
@@ -208,7 +208,7 @@ class PrefixFolder:
                             os.unlink(entry.path)
                     elif entry.name.endswith(_ENDING):
                         key = bytes.fromhex(entry.name.removesuffix(_ENDING))
-                        files[key] = _File(status.st_size, status.st_mtime)
+                        files[key] = _File(status.st_size, status.st_mtime_ns)
         with self._lock:
             self._files = files
         self._scanned = time.monotonic()
