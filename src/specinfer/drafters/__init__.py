@@ -57,6 +57,7 @@ def make_drafter(
     ngram_sizes: tuple[int, int] | None = None,
     windows: Sequence[int | None] | None = None,
     corpus: Corpus | None = None,
+    rule_draws: bool = False,
 ) -> MergedDrafter | None:
     """Return the drafter for a list of names of lookups and small models, or None for an empty list.
 
@@ -73,6 +74,7 @@ def make_drafter(
         windows: The window of each drafter, in the order of `kinds`, which only small models with a cache have.
         ngram_sizes: Lengths of the shortest and the longest n-gram of "ngram", or None for its own.
         corpus: Texts of the operator that "suffix" searches, or None.
+        rule_draws: Whether requests of the same seed have the same random numbers, and a rule that draws with them.
     """
     if not kinds:
         return None
@@ -84,8 +86,10 @@ def make_drafter(
         if isinstance(kind, str):
             if kind == NGramDrafter.name and ngram_sizes is not None:
                 drafters.append(NGramDrafter(*ngram_sizes))
+            elif kind == SuffixDrafter.name:
+                drafters.append(SuffixDrafter(corpus=corpus, keeps_seeded=not rule_draws))
             else:
-                drafters.append(SuffixDrafter(corpus=corpus) if kind == SuffixDrafter.name else LOOKUPS[kind].make())
+                drafters.append(LOOKUPS[kind].make())
             continue
         name = _unlike([drafter.name for drafter in drafters], names[i] if names else "draft")
         if isinstance(kind, RemoteModel):

@@ -11,7 +11,7 @@ from specinfer.core.drafter_forms import TOKEN_MAP_AUTO, TOKEN_MAP_FULL
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import LOOKUPS, is_model, is_self, reserved_names
 from specinfer.core.progress import ProgressCallback
-from specinfer.core.rules import AUTO
+from specinfer.core.rules import AUTO, is_random
 from specinfer.core.tree_shape import TreeShape
 from specinfer.drafters import HeadRunner, MergedDrafter, SelfRunner, make_drafter
 from specinfer.drafters.growth.draft_sampling import CHOSEN
@@ -231,6 +231,7 @@ class Speculator:
             windows=[_window_of(kind, config) for kind in kinds],
             costs=[_cost_of(kind, target) if isinstance(kind, ModelRunner) else 0 for kind in kinds],
             corpus=self._corpus,
+            rule_draws=is_random(config.verification),
         )
 
     def _find_profile(self, costs: CostModel) -> AcceptanceProfile | None:

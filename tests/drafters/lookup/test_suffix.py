@@ -259,6 +259,25 @@ def test_only_whole_answers_are_kept(reason: FinishReason) -> None:
     assert drafter.store.num_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("keeps_seeded", "params", "is_kept"),
+    [
+        (True, SamplingParams(seed=1), True),
+        (False, SamplingParams(seed=1), False),
+        (False, SamplingParams(), True),
+        (False, SamplingParams(temperature=0.0, seed=1), True),
+    ],
+)
+def test_rules_that_draw_see_no_answer_of_their_own_random_numbers(
+    keeps_seeded: bool, params: SamplingParams, is_kept: bool
+) -> None:
+    drafter = SuffixDrafter(keeps_seeded=keeps_seeded)
+    request = _request("a", [1], [2, 3, 4])
+    request.params = params
+    _finish(drafter, request)
+    assert (len(_draft(drafter, _request("b", [2]))) > 1) == is_kept
+
+
 def test_tokens_of_earlier_answers_are_named_so_and_are_those_of_the_drafter() -> None:
     drafter = SuffixDrafter()
     _finish(drafter, _request("a", [1], range(10, 40)))

@@ -144,6 +144,8 @@ class SuffixDrafter:
         store: SuffixStore | None = None,
         min_match: int = 1,
         corpus: Corpus | None = None,
+        *,
+        keeps_seeded: bool = True,
     ) -> None:
         """Make a drafter with its own store, or with one that others share.
 
@@ -153,12 +155,15 @@ class SuffixDrafter:
             min_match: The shortest match that is used. One token is worth using: on held-out Python files it gives 1.80
                 tokens per pass for 16 nodes, and matches of two or more tokens give 1.52.
             corpus: Texts of the operator, which all requests search, or None.
+            keeps_seeded: Whether the answers of sampled requests that name a seed are kept. Another request with the
+                seed has the random numbers that made the answer, and rules that draw need draft tokens that do not
+                depend on these (docs/verification.md, condition B).
         """
         if min_match < 1:
             raise ValueError(f"min_match must be at least 1, not {min_match}")
         self.store = SuffixStore(max_tokens) if store is None else store
         self._siblings = Siblings(SIBLING, max_tokens)
-        self._min_match, self._corpus = min_match, corpus
+        self._min_match, self._corpus, self._keeps_seeded = min_match, corpus, keeps_seeded
         self._readings: dict[str, _Reading] = {}
         # Salts and pieces of answers that are not in the store yet; if they come too fast, the oldest are lost.
         self._unread: deque[tuple[str, list[int]]] = deque(maxlen=256)
@@ -181,6 +186,9 @@ class SuffixDrafter:
         self._siblings.leave(request_id)
         reading = self._readings.pop(request_id, None)
         if reading is None or reading.request.cache_salt is None:
+            return
+        params = reading.request.params
+        if not self._keeps_seeded and params.seed is not None and not params.is_greedy:
             return
         if reading.request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             salt, answer = reading.request.cache_salt, reading.request.output_ids
