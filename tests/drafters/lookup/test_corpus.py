@@ -15,7 +15,7 @@ from drafting import draft_within
 from specinfer.core.tree import TreeBudget
 from specinfer.drafters.lookup.corpus import END, MIN_MATCH, Corpus, CorpusFileError, write_corpus
 from specinfer.drafters.lookup.suffix import CORPUS, SuffixDrafter
-from specinfer.drafters.lookup.suffix_growth import Match
+from specinfer.drafters.lookup.suffix_growth import Match, grow
 from tiny import make_request
 
 VOCAB = 300
@@ -50,6 +50,20 @@ def test_a_match_is_the_longest_and_followed_by_what_followed_it(
     assert match is not None
     assert match.length == max(lengths)
     _check_state(match, texts, tail[-match.length :])
+
+
+@given(texts=st.lists(TOKENS, min_size=1, max_size=4), tail=TOKENS)
+@settings(max_examples=150, suppress_health_check=list(HealthCheck), deadline=None)
+def test_each_draft_token_followed_a_stretch_that_is_long_enough(
+    texts: list[list[int]], tail: list[int], tmp_path: Path
+) -> None:
+    match = _corpus(tmp_path, texts).match(tail, CORPUS)
+    if match is None:
+        return
+    tree = grow(tail[-1], [match], TreeBudget(max_nodes=32, max_depth=8))
+    for node in range(1, len(tree)):
+        text = [*tail, *tree.path_tokens(node)]
+        assert text[-1] in _next_tokens(texts, text[-1 - MIN_MATCH : -1])
 
 
 def _check_state(match: Match, texts: Sequence[Sequence[int]], stretch: Sequence[int], depth: int = 3) -> None:

@@ -92,7 +92,8 @@ def grow(root: int, matches: Sequence[Match], budget: TreeBudget, min_match: int
     while heap:
         negated, _, text, state, length, node, token, name = heappop(heap)
         if token < 0:
-            front.push(text, text.links[state], text.lengths[text.links[state]], state, node, -negated, name)
+            if (shorter := text.links[state]) >= 0:  # a corpus has no suffix that is too short
+                front.push(text, shorter, text.lengths[shorter], state, node, -negated, name)
             continue
         while True:
             child = children.get((node, token))
