@@ -72,6 +72,21 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         PrefixFolder(tmp_path / "file", 100)
 
 
+def test_a_link_is_refused_and_nothing_that_it_leads_to_is_removed(tmp_path: Path) -> None:
+    (private := tmp_path / "private").mkdir(mode=0o700)
+    (unfinished := private / f".{_key(1).hex()}.prefix-1-1").touch()
+    os.utime(unfinished, (0, 0))
+    (tmp_path / "prefixes-1").symlink_to(private)
+    with pytest.raises(ValueError, match=r"^prefix_cache_dir: .*prefixes-1 is a link; remove it, and name the folder"):
+        PrefixFolder(tmp_path, 100)
+    assert unfinished.exists()
+
+
+def test_the_home_folder_of_an_unknown_user_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^prefix_cache_dir: '~nobody-here/a' names the home folder of no user; give"):
+        PrefixFolder("~nobody-here/a", 100)
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -162,15 +177,16 @@ def test_a_full_disk_costs_nothing_but_the_cache(tmp_path: Path, caplog: pytest.
 
 def test_unfinished_files_of_processes_that_are_gone_are_removed(tmp_path: Path) -> None:
     folder = _folder(tmp_path, _block(1))
-    old, new = folder.path / ".a.prefix-1-1", folder.path / ".b.prefix-2-2"
-    for file in (old, new):
+    old, new = (folder.path / f".{_key(number).hex()}.prefix-{number}-1" for number in (1, 2))
+    others = [folder.path / name for name in ("notes.txt", ".profile", ".a.prefix-1-1")]
+    for file in (old, new, *others):
         file.write_bytes(b"half")
-    os.utime(old, (0, 0))
-    (folder.path / "notes.txt").write_text("of somebody")
+    for file in (old, *others):
+        os.utime(file, (0, 0))
     again = PrefixFolder(tmp_path, 1 << 20)
     assert again.num_bytes == 1060
     assert not old.exists()
-    assert new.exists()
+    assert all(file.exists() for file in (new, *others))
 
 
 def test_two_writers_share_a_folder(tmp_path: Path) -> None:

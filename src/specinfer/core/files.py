@@ -21,6 +21,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specinfer"
 
 
+def with_home(name: str, path: str | Path) -> Path:
+    """Return a path that a setting names, with the home folder in the place of ~ at its beginning.
+
+    Raises:
+        ValueError: There is no such user; the message names the setting.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{name}: {str(path)!r:.200} names the home folder of no user; give the full path") from error
+
+
 def write_atomically(path: Path, write: Callable[[Path], object], *, is_shared: bool = False) -> None:
     """Call `write` with a name next to `path`, and move what it wrote into place.
 

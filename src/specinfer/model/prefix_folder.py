@@ -11,17 +11,21 @@ import contextlib
 import logging
 import os
 import queue
+import re
+import stat
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specinfer.core.files import with_home
 from specinfer.model.prefix_file import HEADER_BYTES, Block, DamagedFileError, read_block, write_block
 
 logger = logging.getLogger(__name__)
 _FOLDER = "prefixes-1"  # the number is that of the format
 _ENDING = ".prefix"
+_UNFINISHED = re.compile(rf"\.[0-9a-f]{{64}}{re.escape(_ENDING)}-[0-9]+-[0-9]+")
 _MAX_PENDING = 64 << 20  # bytes that wait to be written
 _PAUSE = 60.0  # seconds without a write after one that failed
 _SCAN_AGE = 1.0  # seconds after which other processes may have written or removed much
@@ -42,7 +46,7 @@ class PrefixFolder:
     """
 
     def __init__(self, folder: str | Path, max_bytes: int) -> None:
-        self.path, self.max_bytes = Path(folder).expanduser() / _FOLDER, max_bytes
+        self.path, self.max_bytes = with_home("prefix_cache_dir", folder) / _FOLDER, max_bytes
         self.num_read_tokens = 0  # that requests found here
         self._lock = threading.Lock()  # of all that follows
         self._files: dict[bytes, _File] = {}
@@ -203,7 +207,7 @@ class PrefixFolder:
             for entry in entries:
                 with contextlib.suppress(OSError, ValueError):
                     status = entry.stat(follow_symlinks=False)
-                    if entry.name.startswith("."):
+                    if _UNFINISHED.fullmatch(entry.name):
                         if now - status.st_mtime > _STALE:
                             os.unlink(entry.path)
                     elif entry.name.endswith(_ENDING):
@@ -240,11 +244,13 @@ def _make_private(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
-        status = path.stat()
+        status = path.lstat()  # a link, which another user may have placed, could lead anywhere
     except OSError as error:
         raise ValueError(
             f"prefix_cache_dir: {path.parent} cannot be used ({error.strerror}); name a folder that can be written"
         ) from error
+    if stat.S_ISLNK(status.st_mode):
+        raise ValueError(f"prefix_cache_dir: {path} is a link; remove it, and name the folder that it leads to")
     if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o077):
         raise ValueError(
             f"prefix_cache_dir: {path} is open to other users, who could read prompts in it or change them; remove it, "
