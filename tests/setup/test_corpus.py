@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specinfer import LLM, SamplingParams
+from specinfer.core.errors import ModelError
 from specinfer.drafters.lookup import corpus as corpus_file
 from specinfer.setup import corpus
 from specinfer.setup.corpus import CorpusReport, build_corpus
@@ -48,6 +49,18 @@ def test_paths_without_text_are_refused(model: Path, tmp_path: Path) -> None:
         _build([tmp_path / "empty"], model, tmp_path / "out")
     with pytest.raises(ValueError, match=r"^path: there is no file or folder '.*nothing'$"):
         _build([tmp_path / "nothing"], model, tmp_path / "out")
+    for name, message in (
+        ("~nobody-here/a", "'~nobody-here/a' names the home folder of no user; give the full path"),
+        ("a" * 300, "there is no file or folder 'aaa"),
+        ("", "an empty name; give a name or a path"),
+    ):
+        with pytest.raises(ValueError, match=f"^path: {message}"):
+            build_corpus([name], str(model), tmp_path / "out", 100, lambda *_: None)
+    (tmp_path / "text").write_text("the station in the rain")
+    with pytest.raises(ValueError, match=r"^max_tokens: each file has more than 1 tokens; raise it, or name shorter"):
+        _build([tmp_path / "text"], model, tmp_path / "out", 1)
+    with pytest.raises(ModelError, match=r"^model: .*nothing"):
+        _build([tmp_path / "text"], tmp_path / "nothing", tmp_path / "out")
     with pytest.raises(ValueError, match=r"^max_tokens must be from 1 to \d+, not 0$"):
         _build([tmp_path], model, tmp_path / "out", 0)
     assert not (tmp_path / "out").exists()

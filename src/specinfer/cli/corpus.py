@@ -10,7 +10,7 @@ from specinfer.cli.options import DEBUG, MODEL_HELP, flag
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
 from specinfer.core.errors import check_path
-from specinfer.reporting.files import naming
+from specinfer.reporting.files import check_file, naming
 from specinfer.reporting.progress_bar import StageProgress
 
 USUAL_TOKENS = 20_000_000
@@ -31,6 +31,7 @@ def build(
     screen = Screen()
     with checking():
         check_path("out", out)
+        check_file("out", Path(out))  # before the long work begins
         from specinfer.setup.corpus import build_corpus
 
         with StageProgress(screen.err) as progress, naming("out", out):

@@ -46,14 +46,22 @@ def check_files(json: str | Path | None, plot: str | Path | None, markdown: str 
     if plot is not None:
         check_plot(plot)
     for name, file in (("json", json), ("plot", plot), ("markdown", markdown)):
-        if file is None:
-            continue
-        path = Path(file)
+        if file is not None:
+            check_file(name, Path(file))
+
+
+def check_file(option: str, path: Path) -> None:
+    """Check that a file can be written.
+
+    Raises:
+        ValueError: It cannot. The message names the option.
+    """
+    with naming(option, path):
         place = path if path.exists() else path.parent
         if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
-            raise ValueError(f"{name}: {path} cannot be written; name a file in a folder that exists and is writable")
+            raise ValueError(f"{option}: {path} cannot be written; name a file in a folder that exists and is writable")
         if place != path:
-            with naming(name, path), tempfile.TemporaryFile(dir=place) as probe:
+            with tempfile.TemporaryFile(dir=place) as probe:
                 probe.write(bytes(1 << 12))  # a full disk takes an empty file
 
 

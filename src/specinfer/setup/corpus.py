@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specinfer.core.errors import ModelError, check_path
+from specinfer.core.files import with_home
 from specinfer.core.progress import ProgressCallback
 from specinfer.drafters.lookup.corpus import MAX_TOKENS, Corpus, CorpusFileError, write_corpus
 from specinfer.setup.model_names import named_tokenizer
@@ -43,7 +45,7 @@ def open_corpus(path: str | Path | None, tokenizer: Any, vocab_size: int) -> Cor
     if tokenizer is None:
         raise ValueError("suffix_corpus: the model has no tokenizer; leave it out")
     try:
-        return Corpus(path, fingerprint(tokenizer), vocab_size)
+        return Corpus(with_home("suffix_corpus", path), fingerprint(tokenizer), vocab_size)
     except CorpusFileError as error:
         raise ValueError(f"suffix_corpus: {error}") from error
 
@@ -67,8 +69,11 @@ def build_corpus(
     """
     if not 0 < max_tokens <= MAX_TOKENS // 2:
         raise ValueError(f"max_tokens must be from 1 to {MAX_TOKENS // 2}, not {max_tokens}")
-    files = [file for path in paths for file in _files(Path(path).expanduser())]
-    tokenizer = named_tokenizer(model)
+    files = [file for path in paths for file in _files(path)]
+    try:
+        tokenizer = named_tokenizer(model)
+    except ModelError as error:
+        raise ModelError(f"model: {str(error).removeprefix('tokenizer: ').removeprefix('model: ')}") from error
     texts, known = list[list[int]](), set[bytes]()
     num_tokens = num_skipped = num_left = 0
     for start in range(0, len(files), _AT_ONCE):
@@ -89,22 +94,26 @@ def build_corpus(
                 num_tokens += len(ids)
                 texts.append(ids)
     progress("files", len(files), len(files))
+    if num_left and not texts:
+        raise ValueError(f"max_tokens: each file has more than {max_tokens} tokens; raise it, or name shorter files")
     if not texts:
         raise ValueError(f"path: no text in {', '.join(map(str, paths))}; name files or folders of code or documents")
     write_corpus(out, texts, fingerprint(tokenizer), model)
     return CorpusReport(len(texts), num_tokens, num_skipped, num_left)
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _files(name: str | Path) -> Iterator[Path]:
     """Yield a file, or the files of a folder in the order of their names, without links and hidden ones.
 
     Raises:
         ValueError: There is no such file or folder.
     """
-    if path.is_file():
+    check_path("path", name)
+    path = with_home("path", name)
+    if os.path.isfile(path):  # unlike Path.is_file, it raises no error for a name that is too long
         yield path
         return
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ValueError(f"path: there is no file or folder {str(path)!r:.200}")
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
