@@ -9,6 +9,7 @@ from drafting import draft_within
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.drafters.lookup.siblings import MAX_SEEDS, Siblings
 from specinfer.drafters.lookup.suffix import EARLIER, SIBLING, SuffixDrafter
 
 SAMPLED = SamplingParams(temperature=0.7, max_tokens=10**6)
@@ -93,6 +94,27 @@ def test_a_single_request_is_not_read_a_second_time() -> None:
     for _ in range(3):
         _draft(drafter, [request])
     assert drafter._siblings.num_tokens == 0
+
+
+def test_a_prompt_that_is_always_asked_takes_neither_memory_nor_the_room_of_others() -> None:
+    siblings = Siblings(SIBLING, 2000)
+    for number in range(3000):
+        request = _request(str(number), range(number % 20), number)
+        siblings.join(request)
+        siblings.read(100)
+        siblings.leave(str(number - 1))
+    assert siblings.num_tokens <= 1000
+    assert all(len(group.seeds) <= MAX_SEEDS for group in siblings._groups)
+    first, second = (_request(name, range(10, 30), ord(name), prompt_ids=[3]) for name in "ab")
+    siblings.join(first)
+    siblings.join(second)
+    assert siblings.read(100) == 40
+    assert siblings.match(second) is not None
+    for request_id in ("2999", "a", "b"):
+        siblings.leave(request_id)
+    assert not siblings._groups
+    assert not siblings._open
+    assert not siblings._group_of
 
 
 def test_siblings_stay_within_their_memory() -> None:
