@@ -151,6 +151,17 @@ def _rows(tensors: KVTensors, slots: Slots) -> list[list[Any]]:
     return [pool.float()[index].tolist() for pool in _pools(tensors)[: -len(tensors.states.pools)]]
 
 
+def test_a_step_begins_to_read_few_blocks_of_a_long_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = PrefixFolder(tmp_path, 1 << 30)
+    store = PrefixStore(folder, {"model": "a"}, _tensors(None))
+    chain = [bytes([number]) * 32 for number in range(9)]
+    begun: list[int] = []
+    monkeypatch.setattr(folder, "has", lambda key: key != chain[-1])
+    monkeypatch.setattr(folder, "will_read", lambda keys: begun.append(len(keys)))
+    assert [store.will_read(chain, most) for most in (None, 3, 0)] == [8, 8, 8]
+    assert begun == [8, 6, 0]
+
+
 @pytest.mark.parametrize("kv_dtype", [None, *KV_TYPES])
 def test_all_that_is_stored_of_a_token_comes_back(kv_dtype: torch.dtype | None, tmp_path: Path) -> None:
     tensors, folder = _tensors(kv_dtype), PrefixFolder(tmp_path, 1 << 30)

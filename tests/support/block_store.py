@@ -24,7 +24,7 @@ class FakeStore:
             self.blocks[chain[-1]] = [self.content[slot] for slot in slots.tolist()]
         return not self.is_busy
 
-    def will_read(self, keys: Sequence[bytes]) -> int:
+    def will_read(self, keys: Sequence[bytes], most: int | None = None) -> int:
         return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
 
     def read(self, key: bytes, slots: Slots) -> bool:

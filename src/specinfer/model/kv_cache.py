@@ -48,7 +48,7 @@ class BlockStore(Protocol):
 
     def write(self, chain: Sequence[bytes], slots: Slots) -> bool: ...
 
-    def will_read(self, keys: Sequence[bytes]) -> int: ...
+    def will_read(self, keys: Sequence[bytes], most: int | None = None) -> int: ...
 
     def read(self, key: bytes, slots: Slots) -> bool: ...
 
@@ -255,7 +255,7 @@ class KVCache:
         node, slots = self._prefixes.match(salt, ids)
         num_cached, first = len(slots), len(slots) // size
         keys = store.keys(salt, ids) if len(ids) // size > first else []
-        count = store.will_read(keys[first:])
+        count = store.will_read(keys[first:], most)
         num_read = count if most is None else min(most, count)
         self._prefixes.lock(node)
         try:

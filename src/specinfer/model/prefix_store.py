@@ -85,10 +85,14 @@ class PrefixStore:
         folder.put(Block(key, before, self.block_size, state_end, numbers.data, is_sound))
         return True
 
-    def will_read(self, chain: Sequence[bytes]) -> int:
-        """Return how many blocks from the first are there, and let the system begin to read them."""
+    def will_read(self, chain: Sequence[bytes], most: int | None = None) -> int:
+        """Return how many blocks from the first are there, and let the system begin to read them.
+
+        Args:
+            most: Most blocks that are read now, or None for all; as many are begun for the next time.
+        """
         count = next((i for i, key in enumerate(chain) if not self.folder.has(key)), len(chain))
-        self.folder.will_read(chain[:count])
+        self.folder.will_read(chain[: count if most is None else min(2 * most, count)])
         return count
 
     def use(self, chain: Sequence[bytes]) -> None:
