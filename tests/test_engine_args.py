@@ -250,12 +250,15 @@ for words, part in json.load(sys.stdin):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefix_cache_size": "1GiB"}, "prefix_cache_size: it is that of prefix_cache_dir; set that too"),
+        (
+            {"prefix_cache_size": "1GiB"},
+            "prefix_cache_size: it limits prefix_cache_dir, which is not set; set that too",
+        ),
         ({"prefix_cache_dir": "d", "prefix_cache_size": "much"}, "prefix_cache_size: 'much' is not a size"),
         ({"prefix_cache_dir": "d", "enable_prefix_caching": False}, "prefix_cache_dir: enable_prefix_caching is off"),
         ({"prefix_cache_dir": "d", "tensor_parallel_size": 2}, "prefix_cache_dir: each rank has a part"),
         ({"prefix_cache_dir": "d", "pipeline_parallel_size": 2}, "prefix_cache_dir: each rank has a part"),
-        ({"prefix_cache_dir": "d", "offload": "disk"}, "prefix_cache_dir: memory_budget has no room"),
+        ({"prefix_cache_dir": "d", "offload": "disk"}, "prefix_cache_dir: with offload, memory_budget has no room"),
     ],
 )
 def test_prefixes_that_cannot_be_kept_on_disk_are_refused(options: dict[str, Any], message: str) -> None:

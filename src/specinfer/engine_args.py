@@ -146,7 +146,7 @@ class EngineArgs:
     suffix_corpus: str | Path | None = setting(
         None,
         SPECULATION,
-        "Texts that the drafter suffix searches for all requests, from specinfer corpus build.",
+        "File of texts, made by specinfer corpus build. The drafter suffix searches them for all requests.",
         metavar="FILE",
     )
     drafter_quantization: str | None = setting(
@@ -204,17 +204,20 @@ class EngineArgs:
             parse_size("prefix_cache_size", self.prefix_cache_size)
         if self.prefix_cache_dir is None:
             if self.prefix_cache_size is not None:
-                raise ValueError("prefix_cache_size: it is that of prefix_cache_dir; set that too, or leave it out")
+                raise ValueError(
+                    "prefix_cache_size: it limits prefix_cache_dir, which is not set; set that too, or leave it out"
+                )
         elif not self.enable_prefix_caching:
             raise ValueError("prefix_cache_dir: enable_prefix_caching is off; leave one of them out")
         elif self.parallel_config.world_size > 1:
             raise ValueError(
-                "prefix_cache_dir: each rank has a part of the keys and values, and those of one process alone can be "
-                "kept; leave it out, or set tensor_parallel_size and pipeline_parallel_size to 1"
+                "prefix_cache_dir: each rank has a part of the keys and values, and only a target in one process can "
+                "keep them; leave it out, or set tensor_parallel_size and pipeline_parallel_size to 1"
             )
         elif self.offload is not None:
             raise ValueError(
-                "prefix_cache_dir: memory_budget has no room for what waits to be written; leave it or offload out"
+                "prefix_cache_dir: with offload, memory_budget has no room for blocks that wait to be written; leave "
+                "one of them out"
             )
 
     def _name_revisions(self) -> None:

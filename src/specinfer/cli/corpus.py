@@ -22,7 +22,8 @@ def build(
     model: Annotated[str, flag("Corpus", f"The target, for its tokenizer. {MODEL_HELP}", metavar="MODEL")],
     out: Annotated[str, flag("Corpus", "File to write, for --suffix-corpus.", metavar="FILE")],
     max_tokens: Annotated[
-        int, flag("Corpus", "Most tokens of all texts; each takes 8 bytes of the file, and 100 to build it.")
+        int,
+        flag("Corpus", "Most tokens of all texts. A token takes 8 bytes in the file, and 100 of memory to build it."),
     ] = USUAL_TOKENS,
     debug: DEBUG = False,
 ) -> None:

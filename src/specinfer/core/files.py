@@ -13,7 +13,7 @@ from pathlib import Path
 from specinfer.core.systems import lock_file
 
 _LOCK = ".lock"  # held while a temporary folder is used
-_YOUNG = 60.0  # seconds; a folder as young may not be locked yet
+_YOUNG = 60.0  # seconds; a younger folder may not be locked yet
 
 
 def cache_folder() -> Path:

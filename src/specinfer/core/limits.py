@@ -118,7 +118,7 @@ class TenantLimits:
             takes beyond them must come back before the next one begins.
         max_connections: Requests that are served at once.
         max_incoming_bytes: Bytes of bodies that are being read at once.
-        max_outgoing_bytes: Bytes of responses that were not read, beyond which no further one is made.
+        max_outgoing_bytes: Largest number of bytes of responses that its clients have not read.
 
     Raises:
         ValueError: A field is out of range; the message names it.

@@ -35,8 +35,8 @@ class TreeBudget:
         min_gain: Best first stops where a further level, over all requests, is expected to yield fewer
             accepted tokens than this.
         drafters: Names of the drafters that are used; None is all of them.
-        beside_models: Limits of the tree if a model is asked, too; None: models are asked, within these limits.
-            Otherwise these are the limits of lookups, for steps in which no model is worth its levels beside them.
+        beside_models: Limits of the tree if models are asked. The other limits are then those of lookups alone, which
+            hold if no model is worth its levels beside them. None: the other limits hold in both cases.
     """
 
     max_nodes: int = 0

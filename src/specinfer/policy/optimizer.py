@@ -134,8 +134,8 @@ def tokens_to_read(request: Request, costs: CostModel) -> int:
 def pays_to_read(request: Request, seconds_saved: float, costs: CostModel) -> bool:
     """Return whether saving this much time for each token makes up for reading the prompt with the drafter.
 
-    How long an output becomes is not known, but how long others became: reading is put off until most of those that
-    became as long went on for long enough.
+    How long an output becomes is not known, but the lengths of earlier ones are. Reading is put off until those that
+    became as long as this one had enough further tokens on average.
     """
     left = min(request.max_new_tokens, costs.lengths.left(request.num_output))
     return bool(seconds_saved * left > costs.read_token * tokens_to_read(request, costs))

@@ -1,4 +1,4 @@
-"""Lengths of outputs: for how many tokens one is expected to go on, by those of earlier ones.
+"""Lengths of outputs: how many more tokens an output is expected to have, by the lengths of earlier ones.
 
 Example: outputs of 20, 100 and 300 tokens ended. One that has 50 tokens is expected to have (50 + 250) / 2 = 150
 more, and one that has 400 as many as it has, 400.

@@ -105,7 +105,7 @@ class ServerConfig:
     max_outgoing_bytes: int = setting(
         256 * 2**20,
         _LIMITS,
-        "Maximum size of all responses that clients have not read, in bytes; each key has its even part.",
+        "Maximum size of all responses that clients have not read, in bytes. Each key may always have an even part.",
         low=1,
     )
     max_header_bytes: int = setting(16 * 2**10, _LIMITS, "Maximum size of request headers, in bytes.", low=1)

@@ -108,8 +108,8 @@ KNOWN = (ApiError, RequestError, QueueFullError, EngineDeadError, RequestValidat
 def too_much_unread(config: ServerConfig) -> ApiError:
     return ApiError(
         "rate_limit_exceeded",
-        f"more than {config.max_outgoing_bytes} bytes of responses are not read (--max-outgoing-bytes); read them, or "
-        "try again later",
+        f"clients have not read more than {config.max_outgoing_bytes} bytes of responses (--max-outgoing-bytes); read "
+        "them, or try again later",
         headers={"Retry-After": "1"},
     )
 

@@ -1,8 +1,9 @@
-"""The need for a model: whether it is worth its levels beside what lookups found, which took no pass.
+"""The need for a model: its levels take passes, and are worth them only if they add to what lookups found.
 
-Example: lookups found a chain whose first two tokens are accepted with 0.9 and 0.8. The first draft tokens of the model
-are with 0.7, so that a chain of two has 0.7 and 0.49. If both err independently, the model adds 0.7 * 0.1 tokens at the
-first level, and 0.49 * 0.2 at the second. If a level has to yield 0.3 tokens, the model is not asked.
+Example: lookups found a chain whose first two tokens are accepted with probability 0.9 and 0.8. Those of the model are
+accepted with 0.7 at the first level, and so with 0.49 at the second. If both err independently, the model adds
+0.7 * 0.1 tokens at the first level, and 0.49 * 0.2 at the second. If a level has to yield 0.3 tokens, the model is not
+asked.
 """
 
 from collections.abc import Sequence
