@@ -1,5 +1,6 @@
 """Files of cached prefixes: what is refused, what makes way, and what a full or shared folder costs."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from full_disk import limited_files
+from specinfer.model import prefix_folder
 from specinfer.model.prefix_file import Block
 from specinfer.model.prefix_folder import PrefixFolder
 
@@ -173,6 +175,20 @@ def test_a_full_disk_costs_nothing_but_the_cache(tmp_path: Path, caplog: pytest.
     assert folder.is_paused
     assert not _files(folder)
     assert _read(folder, 1) is None
+
+
+def test_a_file_stays_where_the_process_has_no_descriptor_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _folder(tmp_path, _block(1))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix_folder, "read_block", fail)
+        assert _read(folder, 1) is None
+    assert _read(folder, 1) == b"\1" * 1000
 
 
 def test_unfinished_files_of_processes_that_are_gone_are_removed(tmp_path: Path) -> None:

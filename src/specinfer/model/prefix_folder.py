@@ -8,6 +8,7 @@ for the disk; where it cannot keep up, or the disk is full, blocks are not kept.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import queue
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 _FOLDER = "prefixes-1"  # the number is that of the format
 _ENDING = ".prefix"
 _UNFINISHED = re.compile(rf"\.[0-9a-f]{{64}}{re.escape(_ENDING)}-[0-9]+-[0-9]+")
+_OF_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that say nothing about a file
 _MAX_PENDING = 64 << 20  # bytes that wait to be written
 _PAUSE = 60.0  # seconds without a write after one that failed
 _SCAN_AGE = 1.0  # seconds after which other processes may have written or removed much
@@ -103,6 +105,8 @@ class PrefixFolder:
         except DamagedFileError as error:
             fault: object = error
         except OSError as error:
+            if error.errno in _OF_PROCESS:
+                return None
             fault = f"it cannot be read ({error.strerror})"
         self._warn("damaged", "prefix cache: %s is removed: %s", self._path_of(key), fault)
         self._remove(key)
