@@ -20,6 +20,7 @@ from specinfer.core.systems import STOP_SIGNALS, child_environment
 
 T = TypeVar("T")
 _WALL_SECONDS = 20.0  # where processor time is not limited, and on a machine that is overloaded
+_START_SECONDS = 120.0  # of a process; imports at a low priority take long there, too
 _LENGTH_BYTES = 8  # before each message
 _MAX_ANSWER_BYTES = 1 << 28
 # Ends that a limit does not cause, though a question may: another process tries it once more.
@@ -153,7 +154,7 @@ class _Process:
             StartError: It cannot be prepared.
         """
         if self._job is not None:
-            if self._exchange(self._job) is None:
+            if self._exchange(self._job, _START_SECONDS) is None:
                 if self.was_killed:
                     return None
                 code = self._child.returncode
@@ -166,10 +167,10 @@ class _Process:
         """True if something else than a limit killed the process, which has ended."""
         return -self._child.wait() in _FOREIGN_SIGNALS and not self._is_late
 
-    def _exchange(self, message: bytes) -> bytes | None:
+    def _exchange(self, message: bytes, seconds: float = _WALL_SECONDS) -> bytes | None:
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        timer = threading.Timer(_WALL_SECONDS, self.end)
+        timer = threading.Timer(seconds, self.end)
         timer.start()
         try:
             _send(self._child.stdin, message)

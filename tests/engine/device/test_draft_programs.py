@@ -29,6 +29,7 @@ from on_device import (
 )
 from specinfer import StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
+from specinfer.core.lookups import GRAMMAR
 from specinfer.core.request import FinishReason, Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TreeBudget
@@ -313,7 +314,7 @@ def test_a_grammar_that_fails_fails_its_request_alone(pair: Pair, drafts: list[i
     assert [request.is_finished for request in requests] == [True] * 3
     assert [bool(request.error) for request in requests] in ([False] * 3, [False, True, False])
     assert engine.drafter is not None
-    assert not engine.drafter.num_failures
+    assert set(engine.drafter.num_failures) <= {GRAMMAR}  # what it forces is not known, either
     check_left(engine)
 
 
