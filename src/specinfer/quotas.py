@@ -118,9 +118,9 @@ class Quotas:
         return self.num_outgoing_bytes + count <= most or (usage is not None and self._is_even(of_tenant + count, most))
 
     @contextmanager
-    def response(self, tenant: str) -> Iterator["UnreadResponse"]:
+    def response(self, tenant: str) -> Iterator["OutgoingResponse"]:
         """Count the bytes of a response until the client has read it."""
-        response = UnreadResponse(self, tenant)
+        response = OutgoingResponse(self, tenant)
         try:
             yield response
         finally:
@@ -180,7 +180,7 @@ class Quotas:
         raise QuotaError(f"the limit {limit} of this API key: {reason}; try again later", seconds)
 
 
-class UnreadResponse:
+class OutgoingResponse:
     """The bytes of one response that its client has not read, as a part of those of its tenant."""
 
     def __init__(self, quotas: Quotas, tenant: str) -> None:

@@ -94,7 +94,7 @@ def test_forced_tokens_do_not_raise_the_limits_of_drafters() -> None:
     policy, budget = AutoPolicy(make_costs()), TreeBudget(3, 2, min_path_prob=0.2, min_gain=0.1)
     (forced, *_) = policy.with_forced(_spans_with_grammar(), [budget] * 3)
     assert min(forced.max_nodes, forced.max_depth) >= 16
-    assert forced.beside_models == budget
+    assert forced.with_models == budget
 
 
 def test_a_forced_token_must_save_more_than_its_row_takes() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -64,6 +65,12 @@ def read_text(name: str, path: str | Path) -> str:
         raise ValueError(f"{name}: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: {path} is not UTF-8 text") from error
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Return whether a path of this `lstat` is a folder, and no link, that only this user can enter."""
+    is_own = not hasattr(os, "geteuid") or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
+    return stat.S_ISDIR(status.st_mode) and is_own
 
 
 class TemporaryFolder:

@@ -10,10 +10,10 @@ class LookupKind(NamedTuple):
     path: str
     help: str
 
-    def make(self) -> Any:
-        """Return a new drafter of this kind, a `drafters.base.Drafter`."""
+    def make(self, **options: Any) -> Any:
+        """Return a new drafter of this kind, a `drafters.base.Drafter`, with these options of its class."""
         module, name = self.path.split(":")
-        return getattr(import_module(module), name)()
+        return getattr(import_module(module), name)(**options)
 
 
 LOOKUPS: dict[str, LookupKind] = {

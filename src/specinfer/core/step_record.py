@@ -57,6 +57,11 @@ class StepRecord:
     is_on_device: bool = False  # a step on the device, not a host step
     prompts: PromptCounts = NO_PROMPTS
 
+    @property
+    def num_drafted_levels(self) -> int:
+        """The number of levels that took passes: those of models, or all if lookups are counted, too."""
+        return self.num_levels if self.num_model_levels is None else self.num_model_levels
+
     @classmethod
     def from_step(
         cls,

@@ -35,8 +35,8 @@ class TreeBudget:
         min_gain: Best first stops where a further level, over all requests, is expected to yield fewer
             accepted tokens than this.
         drafters: Names of the drafters that are used; None is all of them.
-        beside_models: Limits of the tree if models are asked. The other limits are then those of lookups alone, which
-            hold if no model is worth its levels beside them. None: the other limits hold in both cases.
+        with_models: Limits of the tree if models are asked. The other limits are then those of lookups alone, for the
+            case that no model is worth its levels. If it is None, the other limits hold in both cases.
     """
 
     max_nodes: int = 0
@@ -46,7 +46,7 @@ class TreeBudget:
     min_path_prob: float = 0.0
     min_gain: float = 0.0
     drafters: frozenset[str] | None = None
-    beside_models: "TreeBudget | None" = None
+    with_models: "TreeBudget | None" = None
 
     @classmethod
     def expansion(cls, widths: Sequence[int], num_drafters: int = 1) -> "TreeBudget":
@@ -61,8 +61,8 @@ class TreeBudget:
         if not self.widths:
             if not (max_depth and max_nodes):
                 return OFF
-            beside = self.beside_models and self.beside_models.cut(max_depth, max_nodes)
-            return replace(self, max_depth=max_depth, max_nodes=max_nodes, beside_models=beside)
+            beside = self.with_models and self.with_models.cut(max_depth, max_nodes)
+            return replace(self, max_depth=max_depth, max_nodes=max_nodes, with_models=beside)
         widths = self.widths[:max_depth]
         while widths and self.num_drafters * expansion_nodes(widths) > max_nodes:
             widths = widths[:-1]
@@ -84,7 +84,7 @@ class TreeBudget:
             self,
             max_nodes=max(max_nodes, self.max_nodes),
             max_depth=max(max_nodes, self.max_depth),
-            beside_models=self.beside_models or self,
+            with_models=self.with_models or self,
         )
 
     def with_drafter(self) -> "TreeBudget":

@@ -1,6 +1,7 @@
 """Drafters, which propose token trees. `make_drafter` makes them from the names of lookups and loaded models."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from specinfer.core.lookups import AUTOMATIC, LOOKUPS
 from specinfer.core.rules import AUTO
@@ -80,16 +81,15 @@ def make_drafter(
         return None
     calibration = Calibration()
     drafters: list[Drafter] = [PredictionDrafter(), GrammarDrafter()]
+    options: dict[str, dict[str, Any]] = {  # of lookups
+        NGramDrafter.name: dict(zip(("min_size", "max_size"), ngram_sizes or (), strict=False)),
+        SuffixDrafter.name: {"corpus": corpus, "keeps_seeded": not rule_draws},
+    }
     num_models = sum(not isinstance(kind, str) for kind in kinds)
     is_chosen = max_asked is not None and num_models > 1
     for i, kind in enumerate(kinds):
         if isinstance(kind, str):
-            if kind == NGramDrafter.name and ngram_sizes is not None:
-                drafters.append(NGramDrafter(*ngram_sizes))
-            elif kind == SuffixDrafter.name:
-                drafters.append(SuffixDrafter(corpus=corpus, keeps_seeded=not rule_draws))
-            else:
-                drafters.append(LOOKUPS[kind].make())
+            drafters.append(LOOKUPS[kind].make(**options.get(kind, {})))
             continue
         name = _unlike([drafter.name for drafter in drafters], names[i] if names else "draft")
         if isinstance(kind, RemoteModel):

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specinfer.core.files import with_home
+from specinfer.core.files import is_private, with_home
 from specinfer.model.prefix_file import HEADER_BYTES, Block, DamagedFileError, read_block, write_block
 
 logger = logging.getLogger(__name__)
@@ -255,7 +255,7 @@ def _make_private(path: Path) -> None:
         ) from error
     if stat.S_ISLNK(status.st_mode):
         raise ValueError(f"prefix_cache_dir: {path} is a link; remove it, and name the folder that it leads to")
-    if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o077):
+    if not is_private(status):
         raise ValueError(
             f"prefix_cache_dir: {path} is open to other users, who could read prompts in it or change them; remove it, "
             "or give it to this user with mode 700"

@@ -7,11 +7,9 @@ encrypted and authenticated by it.
 
 import contextlib
 import logging
-import os
 import shutil
 import socket
 import ssl
-import stat
 import struct
 import threading
 import time
@@ -23,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specinfer.core.files import TemporaryFolder
+from specinfer.core.files import TemporaryFolder, is_private
 from specinfer.core.parallel_config import Place, make_tls
 from specinfer.parallel.sender import LinkError, Sender, read_exactly, shut
 
@@ -266,8 +264,7 @@ def _socket_path(place: Place, rank: int) -> str:
 def _make_private(folder: Path) -> None:
     """Create a folder that only this user can enter, if it is not there."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not is_private(folder.lstat()):
         raise ValueError(f"TMPDIR: {folder} does not belong to this user alone; remove it, or set another folder")
 
 

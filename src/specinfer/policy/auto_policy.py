@@ -55,6 +55,7 @@ class AutoPolicy(SpeculationPolicy):
     FIRST_CHECK, CHECK_EVERY = 8, 64
     NUM_CHECKS = 2  # the number of these
     CLEAR = 1.25  # gain from which that could not change the choice
+    FIRST_CLEAR = CLEAR**3  # the same for the first check, before which the costs were hardly seen
     PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
     # Factor by which a forced token must save more than its row takes, and the largest probability that is asked for.
     FORCED_MARGIN, FORCED_LIKELY = 1.1, 0.85
@@ -163,7 +164,7 @@ class AutoPolicy(SpeculationPolicy):
                 self._num_plain, self._plain_seconds = 0, 0.0
                 if self._delays_first_token(spans) or (not reading and self._must_check(len(spans))):
                     return [OFF] * len(spans)
-                return self._beside_lookups(spans, budget, pays)
+                return self._with_lookups(spans, budget, pays)
         self._num_plain += 1
         if self._is_test_due(spans):
             self._num_plain, self._plain_seconds = 0, 0.0
@@ -175,16 +176,14 @@ class AutoPolicy(SpeculationPolicy):
     def _must_check(self, num_requests: int) -> bool:
         """Return whether this step has no trees, to show what such steps cost, since that could change the choice."""
         self._num_trees += 1
-        is_first = self._check_after == self.FIRST_CHECK
-        if self._num_trees <= self._check_after or self.rank_choice.gain(num_requests) > self.CLEAR ** (
-            1 + 2 * is_first
-        ):
+        clear = self.FIRST_CLEAR if self._check_after == self.FIRST_CHECK else self.CLEAR
+        if self._num_trees <= self._check_after or self.rank_choice.gain(num_requests) > clear:
             return False
         if self._num_trees >= self._check_after + self.NUM_CHECKS:
             self._num_trees, self._check_after = 0, min(2 * self._check_after, self.CHECK_EVERY)
         return True
 
-    def _beside_lookups(self, spans: Sequence[Span], budget: TreeBudget, pays: Sequence[bool]) -> list[TreeBudget]:
+    def _with_lookups(self, spans: Sequence[Span], budget: TreeBudget, pays: Sequence[bool]) -> list[TreeBudget]:
         """Return the budgets of a step in which models may draft for some requests, and lookups for all.
 
         On a host lookups come first, with limits of their own: where they suffice, no model is asked.
@@ -193,7 +192,7 @@ class AutoPolicy(SpeculationPolicy):
         both = budget
         if alone.max_nodes and self.costs.max_rows is None:
             sizes = max(alone.max_nodes, budget.max_nodes), max(alone.max_depth, budget.max_depth)
-            both = TreeBudget(*sizes, min_path_prob=alone.min_path_prob, beside_models=budget)
+            both = TreeBudget(*sizes, min_path_prob=alone.min_path_prob, with_models=budget)
         return [
             both if is_worthwhile else alone if self._may_delay(span.request) else OFF
             for span, is_worthwhile in zip(spans, pays, strict=True)
@@ -248,7 +247,7 @@ class AutoPolicy(SpeculationPolicy):
         self.planner.observe(step)
         self._plain_seconds += step.time
         if not step.is_first_of_size:  # otherwise its time is mostly that of a capture
-            num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
+            num_levels = step.num_drafted_levels
             if num_levels and step.draft_time < FAST * float(self.costs.draft(step.num_guessed, num_levels)):
                 self._test_after = self.FIRST_TEST
             learn = self.costs.observe_prompts if step.reads_prompts else self.costs.observe

@@ -127,7 +127,7 @@ class CostModel:
         """Learn from a step in which the target read no prompt."""
         self.follow(step.num_context, step.num_requests)
         # A lookup's long chain has no model levels, and would make levels seem free.
-        num_levels = step.num_levels if step.num_model_levels is None else step.num_model_levels
+        num_levels = step.num_drafted_levels
         before = float(self.target(step.num_rows))
         self._observe_pass(step)
         if not num_levels and isinstance(self.target, Curve):

@@ -29,7 +29,7 @@ from specinfer.server import (
     tokens,
 )
 from specinfer.server.auth import OPEN_PATHS, Guard, route_path
-from specinfer.server.errors import KNOWN, ApiError, ErrorResponse, as_api_error, too_much_unread
+from specinfer.server.errors import KNOWN, ApiError, ErrorResponse, as_api_error, too_much_outgoing
 from specinfer.server.middleware import (
     Bodies,
     Heads,
@@ -116,10 +116,10 @@ class Gate:
         async def respond(message: Message) -> None:
             if message["type"] == "http.response.start" and quotas.tokens_left(tenant) is not None:
                 MutableHeaders(scope=message).update(token_headers(quotas, tenant))
-            await send_in_pieces(message, send, unread)
+            await send_in_pieces(message, send, outgoing)
 
-        with quotas.connection(tenant), quotas.response(tenant) as unread:
-            scope["state"]["unread"] = unread
+        with quotas.connection(tenant), quotas.response(tenant) as outgoing:
+            scope["state"]["outgoing"] = outgoing
             await self._app(scope, receive, respond)
 
     def _check(self, tenant: str) -> None:
@@ -132,7 +132,7 @@ class Gate:
                 headers={"Retry-After": "1"},
             )
         if not quotas.check_outgoing(tenant, 0, config.max_outgoing_bytes):
-            raise too_much_unread(config)
+            raise too_much_outgoing(config)
 
 
 async def _error_response(request: Request, error: Exception) -> JSONResponse:

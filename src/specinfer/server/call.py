@@ -14,10 +14,10 @@ from specinfer.core.sampling import SamplingParams
 from specinfer.core.thought import Reasoning
 from specinfer.core.tree_shape import parse_tree
 from specinfer.generation import Generation
-from specinfer.quotas import UnreadResponse
+from specinfer.quotas import OutgoingResponse
 from specinfer.server.auth import body_size_of, cache_salt_of, route_path, tenant_of
 from specinfer.server.dialects import Dialect, dialect_of
-from specinfer.server.errors import too_much_unread
+from specinfer.server.errors import too_much_outgoing
 from specinfer.server.generations import close_all
 from specinfer.server.protocol import SharedFields
 from specinfer.server.state import ServerState, state_of
@@ -47,7 +47,7 @@ class Call:
     body_size: int
     placed: Placing
     dialect: Dialect
-    unread: UnreadResponse
+    outgoing: OutgoingResponse
     adapter: LoRARequest | None = None
 
     @classmethod
@@ -76,8 +76,8 @@ class Call:
             )
         salt = cache_salt_of(request, state.config, fields.cache_salt)
         adapter, dialect = state.adapters.get(fields.model or ""), dialect_of(route_path(request.scope))
-        tenant, unread = tenant_of(request), request.state.unread
-        return cls(state, fields, name, tenant, salt, body_size_of(request), placed, dialect, unread, adapter)
+        tenant, outgoing = tenant_of(request), request.state.outgoing
+        return cls(state, fields, name, tenant, salt, body_size_of(request), placed, dialect, outgoing, adapter)
 
     async def read(self, action: Callable[[], T], *, only_encodes: bool = False) -> T:
         """Run an action with the tokenizer, templates or grammars in a thread, when it is the tenant's turn.
@@ -167,8 +167,8 @@ class Call:
             )
         config, count = self.state.config, of_prompts * _ENTRY_BYTES
         if not self.state.quotas.check_outgoing(self.tenant, count, config.max_outgoing_bytes):
-            raise too_much_unread(config)
-        self.unread.num_bytes = count
+            raise too_much_outgoing(config)
+        self.outgoing.num_bytes = count
 
 
 def _check_tree(tree: str, max_nodes: int, max_depth: int) -> None:

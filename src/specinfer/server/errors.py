@@ -105,7 +105,7 @@ def unsupported(name: str, remedy: str) -> ApiError:
 KNOWN = (ApiError, RequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException)
 
 
-def too_much_unread(config: ServerConfig) -> ApiError:
+def too_much_outgoing(config: ServerConfig) -> ApiError:
     return ApiError(
         "rate_limit_exceeded",
         f"clients have not read more than {config.max_outgoing_bytes} bytes of responses (--max-outgoing-bytes); read "

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specinfer.core.errors import QuotaError
-from specinfer.quotas import Quotas, UnreadResponse
+from specinfer.quotas import OutgoingResponse, Quotas
 from specinfer.server.auth import OPEN_PATHS, route_path
 from specinfer.server.config import ServerConfig
 from specinfer.server.dialects import dialect_of
@@ -216,17 +216,17 @@ class Bodies:
         return b"".join(parts)
 
 
-async def send_in_pieces(message: Message, send: Send, unread: UnreadResponse) -> None:
+async def send_in_pieces(message: Message, send: Send, outgoing: OutgoingResponse) -> None:
     """Send a message; a large body in pieces, each when the client has read what came before, but a little."""
     body = message.get("body", b"")
     if len(body) <= _PIECE:
         await send(message)
         return
-    unread.num_bytes = len(body)
+    outgoing.num_bytes = len(body)
     for start in range(0, len(body), _PIECE):
         piece, is_last = body[start : start + _PIECE], start + _PIECE >= len(body)
         await send({**message, "body": piece, "more_body": not is_last or message.get("more_body", False)})
-        unread.num_bytes -= len(piece)
+        outgoing.num_bytes -= len(piece)
 
 
 def token_headers(quotas: Quotas, tenant: str) -> dict[str, str]:

@@ -15,6 +15,8 @@ from specinfer.model.prefix_store import PrefixStore
 from specinfer.model.runner import ModelRunner
 from specinfer.model.target import installed_version
 
+USUAL_SIZE = "16GiB"
+
 
 def open_prefixes(args: EngineArgs) -> PrefixFolder | None:
     """Return the folder of cached prefixes, or None if prefixes do not outlast the process.
@@ -48,6 +50,3 @@ def keep_prefixes(folder: PrefixFolder, runner: ModelRunner, max_model_len: int 
         "versions": f"{installed_version()} {torch.__version__}",
     }
     runner.cache.store = PrefixStore(folder, identity, tensors)
-
-
-USUAL_SIZE = "16GiB"

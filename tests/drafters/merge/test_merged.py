@@ -125,7 +125,7 @@ class ModelScript(Script):
 
 
 SURE, UNSURE = 0.995, 0.02  # confidences of a lookup
-LIMITS = TreeBudget(8, 8, min_path_prob=0.01, beside_models=TreeBudget(2, 2, min_gain=0.3))
+LIMITS = TreeBudget(8, 8, min_path_prob=0.01, with_models=TreeBudget(2, 2, min_gain=0.3))
 
 
 @pytest.mark.parametrize(("confidence", "num_paths"), [(SURE, 7), (UNSURE, 3)])
@@ -146,9 +146,9 @@ def test_a_model_is_asked_only_where_its_levels_add_to_what_lookups_are_sure_of(
     tree = draft_within(merged, request, LIMITS)
     assert len(tree) == num_paths, "lookups alone have limits of their own, and share those of models otherwise"
     is_asked = confidence == UNSURE
-    assert asked == [LIMITS.beside_models] * is_asked
+    assert asked == [LIMITS.with_models] * is_asked
     assert merged.num_model_levels == levels_of_models(merged, [tree], [LIMITS]) == [2 * is_asked]
-    assert LIMITS.cut(1, 1).beside_models == TreeBudget(1, 1, min_gain=0.3)
+    assert LIMITS.cut(1, 1).with_models == TreeBudget(1, 1, min_gain=0.3)
 
 
 def test_lookups_leave_room_for_models_whose_tokens_may_not_be_dropped() -> None:

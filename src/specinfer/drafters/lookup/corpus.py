@@ -25,7 +25,7 @@ from specinfer.core.files import write_atomically
 from specinfer.drafters.lookup.suffix_growth import Match
 
 MAX_MATCH = 32  # length of the longest stretch that is looked up
-MIN_MATCH = 3  # a shorter one is in any large corpus, and what follows says little about this text
+MIN_MATCH = 3  # a shorter one is in any large corpus, and what follows predicts little of this text
 MAX_TOKENS = 2**30
 END = 2**32 - 1
 _MAGIC = b"SPECCRP1"
@@ -36,7 +36,7 @@ _NONE = -1
 
 
 class CorpusFileError(ValueError):
-    """Error for a file that is no corpus for this tokenizer; the message says what to do."""
+    """Error for a file that is no corpus for this tokenizer; the message names the remedy."""
 
 
 class Corpus:

@@ -100,12 +100,12 @@ class Siblings:
         for group in self._groups:
             for member in group.members.values() if len(group.members) > 1 else ():
                 start = len(member.request.prompt_ids) + member.num_read
-                unread = member.request.token_ids[start : start + num_left]
+                new_tokens = member.request.token_ids[start : start + num_left]
                 group.text.last = member.state
-                group.text.extend(unread)
+                group.text.extend(new_tokens)
                 member.state = group.text.last
-                member.num_read += len(unread)
-                num_left -= len(unread)
+                member.num_read += len(new_tokens)
+                num_left -= len(new_tokens)
         return most - num_left
 
     def match(self, request: Request) -> Match | None:

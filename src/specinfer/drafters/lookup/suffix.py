@@ -128,8 +128,8 @@ class _Reading:
             if min(num_repeated, request.num_output) < REPEATED:
                 return []
             self.alignment = Alignment(request.prompt_ids, begins=False)
-        unread = request.token_ids[len(request.prompt_ids) + self.alignment.num_read :]
-        self.alignment.read(unread, REPEATED)
+        new_tokens = request.token_ids[len(request.prompt_ids) + self.alignment.num_read :]
+        self.alignment.read(new_tokens, REPEATED)
         return self.alignment.matches(PROMPT)
 
 
@@ -212,9 +212,9 @@ class SuffixDrafter:
             reading = self._readings[request.request_id] = _Reading(request)
             self._siblings.join(request)
         start = reading.text.num_tokens
-        unread = request.token_ids[start : start + max(num_left, MAX_MATCH)]
-        reading.text.extend(unread)
-        return len(unread)
+        new_tokens = request.token_ids[start : start + max(num_left, MAX_MATCH)]
+        reading.text.extend(new_tokens)
+        return len(new_tokens)
 
     def prospects(self, spans: Sequence[Span]) -> list[Prospect]:
         num_left = STEP_TOKENS - self._read_others()
@@ -242,7 +242,7 @@ class SuffixDrafter:
         stored = None if request.cache_salt is None else self.store.match(request.cache_salt, tail)
         others = (self._siblings.match(request), stored)
         matches = [*reading.passages(in_text.length), in_text, *(match for match in others if match is not None)]
-        # A large corpus has any short stretch often: what requests themselves have says more at the same length.
+        # A large corpus has any short stretch often: what requests themselves have predicts better at the same length.
         longest = max(match.length for match in matches)
         in_corpus = None if self._corpus is None else self._corpus.match(tail, CORPUS, longer_than=longest)
         matches += [in_corpus] if in_corpus else []

@@ -115,7 +115,7 @@ class MergedDrafter:
         requests = [span.request for span in spans]
         # Drawn tokens may not be dropped, so that lookups leave room for those of models.
         budgets = [
-            budget if self._may_choose_for(request) else budget.beside_models or budget
+            budget if self._may_choose_for(request) else budget.with_models or budget
             for request, budget in zip(requests, budgets, strict=True)
         ]
         num_left = [budget.max_nodes for budget in budgets]
@@ -149,14 +149,14 @@ class MergedDrafter:
         """
         names = [self._guarded[i].name for i in models]
         asking = [k for k, budget in enumerate(budgets) if budget.max_nodes and any(map(budget.asks, names))]
-        is_open = [budgets[k].beside_models is not None for k in asking]
+        is_open = [budgets[k].with_models is not None for k in asking]
         if not any(is_open):
             return list(budgets)
         trees = {k: [of[k] for of in drafted.values()] for k in asking}
-        requests, limits = [spans[k].request for k in asking], [budgets[k].beside_models or budgets[k] for k in asking]
+        requests, limits = [spans[k].request for k in asking], [budgets[k].with_models or budgets[k] for k in asking]
         settled = list(budgets)
         if all(is_open) and not is_worth_asking(self.calibration, names, requests, list(trees.values()), limits):
-            limits = [replace(budgets[k], beside_models=None, drafters=frozenset(self.lookups)) for k in asking]
+            limits = [replace(budgets[k], with_models=None, drafters=frozenset(self.lookups)) for k in asking]
         for k, limit in zip(asking, limits, strict=True):
             settled[k] = limit
         return settled
