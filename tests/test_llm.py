@@ -1,8 +1,10 @@
 """LLM: text in, text out; what it refuses and how; that no bad prompt, break or stream spoils another."""
 
 import gc
+import itertools
 import json
 import shutil
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ import torch
 
 import reference
 from specinfer import LLM, ModelError, RequestError, RequestOutput, SamplingParams
+from specinfer.core.limits import SLO
 from specinfer.core.noise import derive_seed
 from tiny import EOS, VOCAB, make_model, make_tokenizer, random_prompts, save_model, save_tokenizer
 
@@ -336,6 +339,17 @@ def test_metrics_of_a_prompt(llm: LLM) -> None:
     assert output.metrics.first_token_time is not None
     assert output.metrics.finished_time is not None
     assert output.metrics.arrival_time <= output.metrics.first_token_time <= output.metrics.finished_time
+
+
+def test_a_step_of_the_systems_clock_changes_no_times(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = itertools.count(start=500_000, step=-1)
+    monkeypatch.setattr(time, "time", lambda: 3600.0 * next(hours))
+    params = SamplingParams(max_tokens=4, ignore_eos=True, seed=0, slo=SLO(ttft=1e4, tpot=1e4))
+    (output,) = llm.generate("the cat", params)
+    first, end = output.metrics.first_token_time, output.metrics.finished_time
+    assert first is not None
+    assert end is not None
+    assert output.metrics.arrival_time <= first <= end < output.metrics.arrival_time + 600
 
 
 # ---------------------------------------------------------------------------------------------- chat

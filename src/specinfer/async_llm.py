@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from specinfer.admission import Admission
+from specinfer.core.clock import epoch_seconds
 from specinfer.core.errors import EngineDeadError
 from specinfer.core.limits import QueueLimits
 from specinfer.core.lora import LoRARequest
@@ -129,7 +130,7 @@ class AsyncLLM:
             EngineDeadError: The engine has failed, or is shutting down.
         """
         params = one_params(params)
-        arrival, arrival_time = time.monotonic(), time.time()
+        arrival, arrival_time = time.monotonic(), epoch_seconds()
         self.check_seats(params.n, tenant)
         self.start()
         with self.admission.reading(params.n, tenant):

@@ -1,11 +1,11 @@
 """The counters of an engine in this process, as `LLM.get_metrics` returns them: vLLM's classes and names."""
 
-import time
 from collections import Counter as Counts
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from specinfer.core.clock import epoch_seconds
 from specinfer.core.request import Request
 from specinfer.core.tree import TokenTree
 from specinfer.engine.tally import Tally
@@ -84,7 +84,7 @@ class EngineCounters(Tally):
 
     def _end(self, request: Request) -> None:
         self.ended[str(request.finish_reason)] += 1
-        durations = request.times.durations(time.time())
+        durations = request.times.durations(epoch_seconds())
         if "decode" in durations:
             for phase in durations.keys() & self._times.keys():
                 self._times[phase].observe(durations[phase])

@@ -1,6 +1,5 @@
 """Transfer of verified tokens to a request: tokens, their log-probabilities, those of its prompt, and traces."""
 
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.core.clock import epoch_seconds
 from specinfer.core.logprob import Logprob, by_token, with_texts
 from specinfer.core.request import Request, Span
 from specinfer.core.speculation import StepTrace, TracedNode
@@ -85,7 +85,7 @@ def emit(
     tokens = [*(tree.tokens[node] for node in path), acceptance.next_token]
     guessed_by = [*(origins[node] for node in path), None]
     if request.times.first_token is None:
-        request.times.first_token = time.time()
+        request.times.first_token = epoch_seconds()
     params, before = request.params, request.num_output
     if params.logprobs is not None and not logprobs:
         (logprobs,) = top_logprobs([asked_logprobs(request, tree, acceptance, logits)])
@@ -185,7 +185,7 @@ def trace_step(
         for i in range(1, len(tree))
     ]
     return StepTrace(
-        time=time.time(),
+        time=epoch_seconds(),
         position=len(request.token_ids) - num_generated - 1,
         root=tree.tokens[0],
         nodes=tuple(nodes),

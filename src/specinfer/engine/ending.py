@@ -1,8 +1,8 @@
 """Endings of requests: by their own tokens, by an abort, by a failure, or because no token may follow."""
 
 import logging
-import time
 
+from specinfer.core.clock import epoch_seconds
 from specinfer.core.errors import WeightsError
 from specinfer.core.request import Fault, FinishReason, Request
 from specinfer.drafters.base import Drafter
@@ -27,7 +27,7 @@ class Endings:
         """End a request in any state; without a reason it has ended by its own tokens."""
         if reason is not None:
             request.finish(reason)
-        request.times.finished = time.time()
+        request.times.finished = epoch_seconds()
         self._scheduler.remove(request)
         self.forget(request)
 

@@ -1,8 +1,8 @@
 """Engine: processes requests step by step and emits their tokens."""
 
-import time
 from typing import Any
 
+from specinfer.core.clock import epoch_seconds
 from specinfer.core.request import Fault, Request
 from specinfer.core.rules import AUTO
 from specinfer.drafters.base import Drafter
@@ -74,7 +74,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; it starts at the next step with capacity for it."""
-        request.times.arrival = request.times.arrival or time.time()
+        request.times.arrival = request.times.arrival or epoch_seconds()
         self.scheduler.add(request)
 
     def abort(self, request: Request, error: str | None = None, fault: Fault = Fault.BROKEN) -> None:

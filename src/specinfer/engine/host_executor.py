@@ -5,13 +5,13 @@ another group of requests.
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
+from specinfer.core.clock import epoch_seconds
 from specinfer.core.lookups import is_model
 from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
@@ -153,7 +153,7 @@ class HostExecutor:
         return schedule.spans
 
     def _note_start(self, spans: Sequence[Span]) -> None:
-        now = time.time()
+        now = epoch_seconds()
         for request in [span.request for span in spans if span.request.times.scheduled is None]:
             request.times.scheduled = now
             if self._rules is not None:

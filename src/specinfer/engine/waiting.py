@@ -13,11 +13,11 @@ Source: the virtual token counter, "Fairness in Serving Large Language Models" (
 
 import heapq
 import math
-import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count
 
+from specinfer.core.clock import epoch_seconds
 from specinfer.core.request import Request
 
 _EVERY = 4  # requests, of which one is the oldest even if others have a deadline
@@ -38,7 +38,7 @@ class WaitingQueue:
         self._num_present: Counter[str] = Counter()  # requests waiting or running, by tenant
         self._num_waiting: Counter[str] = Counter()
         self._num_taken = 0
-        self.clock = time.time
+        self.clock = epoch_seconds
 
     def __len__(self) -> int:
         return self._num_waiting.total()

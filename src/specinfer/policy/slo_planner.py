@@ -9,12 +9,12 @@ A request without a target, or one that cannot meet it any more, is served for t
 while the prompts of others are read.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from specinfer.core.clock import epoch_seconds
 from specinfer.core.decayed_ratio import DecayedRatio
 from specinfer.core.limits import SLO
 from specinfer.core.request import Request, Span
@@ -43,7 +43,7 @@ class SLOPlanner:
 
     def __init__(self, costs: CostModel, ranks: RankChoice) -> None:
         self._costs, self._ranks = costs, ranks
-        self.clock = time.time
+        self.clock = epoch_seconds
         self._pace = DecayedRatio(_MEMORY)  # seconds of the last steps over the tokens that a request got in them
 
     def observe(self, step: StepRecord) -> None:

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from torch import Tensor
 
 from specinfer.async_llm import AsyncLLM
+from specinfer.core.clock import epoch_seconds
 from specinfer.core.request import FinishReason, Request
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree
@@ -187,7 +188,7 @@ class Metrics:
         if request.params.max_tokens is not None:
             self._max_tokens.observe(request.params.max_tokens)
         self._generated.observe(request.num_output)
-        durations = request.times.durations(time.time())
+        durations = request.times.durations(epoch_seconds())
         for phase, seconds in durations.items():
             self._durations[phase].observe(seconds)
         if "decode" in durations and request.num_output > 1:

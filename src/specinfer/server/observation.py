@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-import time
 from types import ModuleType
 from typing import Any, Self
 
 from specinfer.async_llm import AsyncLLM
+from specinfer.core.clock import epoch_seconds
 from specinfer.engine.tally import Tally
 from specinfer.generation import Generation
 from specinfer.server.logs import StatsLog
@@ -45,7 +45,7 @@ class Telemetry:
 
     def note_end(self, generation: Generation) -> None:
         first = generation.requests[0]
-        end = first.times.finished or time.time()
+        end = first.times.finished or epoch_seconds()
         start = first.times.arrival or end
         span = self._tracer.start_span("llm_request", kind=self._kind, start_time=_nanoseconds(start))
         for name, value in _attributes(generation, self._model_name, end).items():

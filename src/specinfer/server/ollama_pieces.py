@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from specinfer.core.clock import epoch_seconds
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
 from specinfer.server.blocks import Block, Blocks
@@ -63,7 +64,7 @@ class Pieces:
     def _end(self, chunk: TextChunk) -> dict[str, Any]:
         request = self._generation.requests[0]
         start, first = request.times.scheduled or request.times.arrival, request.times.first_token
-        end = request.times.finished or time.time()
+        end = request.times.finished or epoch_seconds()
         return {
             "done": True,
             "done_reason": chunk.finish_reason,

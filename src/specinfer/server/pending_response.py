@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 import specinfer
+from specinfer.core.clock import epoch_seconds
 from specinfer.core.outputs import TextChunk
 from specinfer.generation import Generation
 from specinfer.server.auth import route_path
@@ -240,7 +241,7 @@ class Choices:
         if not self._is_reading:
             return []
         self._is_reading = not self._is_read
-        firsts, now = [generation.requests[0] for generation in self._generations], time.time()
+        firsts, now = [generation.requests[0] for generation in self._generations], epoch_seconds()
         started = min(now if first.times.scheduled is None else first.times.scheduled for first in firsts)
         progress = {
             "total": sum(len(first.prompt_ids) for first in firsts),

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import sys
-import time
 import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from starlette.types import Message, Scope
 
 from specinfer.async_llm import AsyncLLM
+from specinfer.core.clock import epoch_seconds
 from specinfer.generation import Generation
 from specinfer.server import logs
 from specinfer.server.app import create_app
@@ -95,7 +95,7 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what scaling uses besides the number of requests: recent seconds to first token, 90th percentile."""
-        since = time.time() - _RECENT_SECONDS
+        since = epoch_seconds() - _RECENT_SECONDS
         recent = sorted(took for at, took in self._first_tokens if at >= since)
         return {"ttft": recent[len(recent) * 9 // 10] if recent else 0.0}
 
