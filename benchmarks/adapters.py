@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.options import MODEL, SPECULATION, LabSettings
 from specinfer.bench.options import SharedSettings
 from specinfer.cli.measure import Measurement
+from specinfer.core.config import Quantization
 from specinfer.core.lora import LoRARequest
 from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.core.sampling import SamplingParams
@@ -47,7 +48,7 @@ class AdaptersConfig:
     )
     drafters: str | tuple[str, ...] = setting_of(EngineArgs, "drafters", default=())
     tree: str = setting("off", SPECULATION, "Trees, such as auto or best-first:16.", metavar="TREE")
-    quantization: str | None = setting_of(EngineArgs, "quantization")
+    quantization: Quantization | None = setting_of(EngineArgs, "quantization")
     max_tokens: int = setting_of(SharedSettings, "max_tokens", default=64)
     repeats: int = setting_of(LabSettings, "repeats", default=5)
     json: str | Path | None = setting_of(SharedSettings, "json")

@@ -20,6 +20,7 @@ from specinfer.bench.measurement import measure_batch
 from specinfer.bench.options import SharedSettings, ThroughputConfig
 from specinfer.bench.results import Arm, Run
 from specinfer.cli.measure import Measurement, usual_settings
+from specinfer.core.config import Offload
 from specinfer.core.options import parse_size, setting, setting_of
 from specinfer.engine_args import EngineArgs
 from specinfer.model.offload.transfer import CudaTransfer
@@ -39,7 +40,7 @@ class OffloadConfig(ThroughputConfig):
         ValueError: A field is out of range. The message names it.
     """
 
-    offload: str | None = setting_of(EngineArgs, "offload", default="disk")
+    offload: Offload | None = setting_of(EngineArgs, "offload", default="disk")
     grow: str | None = setting_of(LabSettings, "grow")
     plot: str | Path | None = None
     batch_sizes: tuple[int, ...] = setting(

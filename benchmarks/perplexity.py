@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from specinfer.bench.models import Models, find_models
 from specinfer.bench.options import AnyPrompt, SharedSettings, check_once
 from specinfer.bench.prompts import token_prompts
 from specinfer.cli.measure import Measurement
-from specinfer.core.config import KV_CACHE_DTYPES, QUANTIZATIONS
+from specinfer.core.config import KV_CACHE_DTYPES, QUANTIZATIONS, DType
 from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.engine_args import EngineArgs
 from specinfer.llm import LLM
@@ -57,7 +58,7 @@ class PerplexityConfig:
         (), MODEL, "Data type of keys and values, such as fp8. May be repeated.", name="kv_cache_dtype"
     )
     grow: str | None = setting_of(LabSettings, "grow")
-    dtype: str = setting_of(EngineArgs, "dtype")
+    dtype: DType = setting_of(EngineArgs, "dtype")
     device: str = setting_of(EngineArgs, "device")
     num_prompts: int = setting_of(SharedSettings, "num_prompts", default=16)
     prompt_chars: int = setting_of(SharedSettings, "prompt_chars", default=1200)
@@ -127,7 +128,8 @@ def run_perplexity(config: PerplexityConfig, progress: StageBar) -> Report[None]
         ValueError: An option cannot be used; the message names it. Nothing was read.
     """
     device, prepare = find_device(config.device), growing(config.grow)
-    models, dtype = Models(find_models(config.model, "ngram").target, ()), config.dtype
+    models = Models(find_models(config.model, "ngram").target, ())
+    dtype: str = config.dtype
     texts = token_prompts(
         models.target, 0, count=config.num_prompts, num_chars=config.prompt_chars, prompts=config.prompts
     )
@@ -201,13 +203,12 @@ def _load(
     quantization: str | None,
     kv_cache_dtype: str = "auto",
 ) -> LLM:
+    kinds: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     return LLM(
         models.target,
         drafters=(),
         tree="off",
-        dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
+        **kinds,
         device=config.device,
         max_model_len=max(map(len, texts)),
         max_num_seqs=1,

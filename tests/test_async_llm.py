@@ -664,3 +664,11 @@ def test_tasks_and_books_after_many_come_and_go(llm: LLM) -> None:
         assert len(asyncio.all_tasks()) <= 2
 
     serve(llm, use)
+
+
+def test_a_name_in_place_of_a_model_is_loaded() -> None:
+    async def use() -> RequestOutput:
+        async with AsyncLLM("demo") as engine:
+            return await engine.complete("def f(x):", SamplingParams(max_tokens=3))
+
+    assert len(asyncio.run(use()).outputs[0].token_ids) == 3

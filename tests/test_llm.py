@@ -4,6 +4,8 @@ import gc
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -522,9 +524,10 @@ def test_shutdown_ends_everything(folder: Path) -> None:
     with _llm(folder) as llm:
         stream = llm.stream("the cat", SamplingParams(max_tokens=100, ignore_eos=True))
         next(stream)
-        assert llm.engine.scheduler.running
-    assert llm.target.cache.num_owned == 0
-    assert not llm.engine.has_work
+        engine, cache = llm.engine, llm.target.cache
+        assert engine.scheduler.running
+    assert cache.num_owned == 0
+    assert not engine.has_work
     stream.close()
 
 
@@ -840,3 +843,70 @@ def test_its_memory_is_free_as_soon_as_nobody_has_it(tree: str, folder: Path, sm
         assert engine() is None
     finally:
         gc.enable()
+
+
+def test_a_with_block_frees_the_model_though_its_name_remains(folder: Path) -> None:
+    with _llm(folder) as llm:
+        target = weakref.ref(llm.target)
+        assert repr(llm) == f"<LLM {folder.name}, drafters: ngram, verification: coupled>"
+    assert target() is None
+    assert repr(llm) == "<LLM, shut down>"
+    with pytest.raises(AttributeError, match="was shut down; load the model again"):
+        llm.generate("a")
+    llm.shutdown()  # a second time does nothing
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the resident memory of a process this way")
+def test_memory_of_a_deleted_model_returns_to_the_system(tmp_path: Path) -> None:
+    """The C library keeps freed parts of less than 32 MiB otherwise."""
+    folder = save_model(tmp_path / "model", hidden_size=512, intermediate_size=1024, num_hidden_layers=24)
+    program = f"""
+from pathlib import Path
+from specinfer import LLM
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+with LLM({str(folder)!r}, device="cpu", drafters="none") as llm:
+    llm.generate([[1, 2, 3]], use_tqdm=False)
+before = resident()
+for _ in range(2):
+    llm = LLM({str(folder)!r}, device="cpu", drafters="none")
+    llm.generate([[1, 2, 3]], use_tqdm=False)
+    held = resident() - before
+    del llm
+print(held, resident() - before)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
+    held, kept = map(int, ran.stdout.split())
+    assert held > 2**26
+    assert kept < held / 4
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda llm: llm.generate("a", max_tokens=3),
+            r"max_tokens: .* give SamplingParams\(max_tokens=3\) to gen",
+        ),
+        (
+            lambda llm: llm.generate([{"role": "user", "content": "a"}]),
+            "prompt: a message .* use chat",
+        ),
+        (lambda llm: next(llm.stream(["a", "b"])), "prompt: a list of prompts .* use generate for several"),
+        (lambda _: LLM(), "model is missing; give a folder"),
+        (lambda _: LLM("demo", "suffix"), r"name what follows: LLM\('demo', drafters='suffix'\)"),
+        (lambda _: LLM("demo", verification="naive"), "not 'naive', which is called target-only here"),
+    ],
+)
+def test_calls_that_people_try_first_are_answered_with_what_to_write(
+    llm: LLM, call: Callable[[LLM], object], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(llm)
+
+
+def test_a_kv_cache_larger_than_the_memory_is_refused_before_it_is_allocated(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes: .* take .* GiB, and this machine has .*; lower it"):
+        _llm(folder, kv_cache_memory_bytes="100TiB", max_num_seqs=2**30)

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from specinfer.admission import Admission
@@ -24,12 +25,11 @@ from specinfer.core.outputs import RequestOutput
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.vllm_names import check_call
 from specinfer.delivery import Delivery
 from specinfer.engine.thread import EngineThread
 from specinfer.engine_args import EngineArgs
 from specinfer.generation import Generation
-from specinfer.inputs.arguments import Prompt, is_brief, one_params
+from specinfer.inputs.arguments import Prompt, check_call, is_brief, one_params
 from specinfer.inputs.read_pool import ReadPools
 from specinfer.llm import LLM
 from specinfer.quotas import Quotas
@@ -41,14 +41,16 @@ _SPARE_READS = 64  # prompts that may wait to be read in addition to those that 
 class AsyncLLM:
     """An interface for any number of concurrent requests to one `LLM`, which nothing else may use meanwhile.
 
-    Use it as `async with AsyncLLM(llm) as engine:`, or call `shutdown` at the end.
+    Use it as `async with AsyncLLM(llm) as engine:`, or call `shutdown` at the end. A model's name in place of `llm` is
+    loaded with the default settings; `from_engine_args` takes others.
 
     Attributes:
         on_end: Functions that are called in the event loop when a generation has ended.
     """
 
-    def __init__(self, llm: LLM, limits: QueueLimits | None = None) -> None:
-        self.llm = llm
+    def __init__(self, llm: LLM | str | Path, limits: QueueLimits | None = None) -> None:
+        self._owns_llm = not isinstance(llm, LLM)
+        self.llm = llm = llm if isinstance(llm, LLM) else LLM(llm)
         self.limits = limits or QueueLimits()
         self.admission = Admission(llm.max_num_seqs, self.limits)
         self._delivery = Delivery(self.admission)
@@ -58,7 +60,6 @@ class AsyncLLM:
         llm.reader.is_bounded = True  # callers need not be trusted
         self._count = itertools.count()
         self._is_draining = False
-        self._owns_llm = False
 
     @classmethod
     def from_engine_args(
@@ -316,5 +317,5 @@ class AsyncLLM:
         all_read = await self._reads.close(min(timeout, 1.0))
         self.llm.reader.close()
         if self._owns_llm and ended:  # nobody else could end its other ranks, and threads that read weights
-            await asyncio.to_thread(self.llm.shutdown)
+            await asyncio.to_thread(self.llm.close)
         return ended and all_read

@@ -17,9 +17,15 @@ from specinfer.core.config import (
     MODEL,
     QUANTIZATIONS,
     SPECULATION,
+    DraftSampling,
+    DType,
     EngineConfig,
+    KVCacheDType,
+    Offload,
     OffloadConfig,
+    Quantization,
     SpeculativeConfig,
+    VerificationRule,
     check_device,
 )
 from specinfer.core.drafter_forms import parse_drafters, parse_token_map
@@ -28,7 +34,7 @@ from specinfer.core.limits import SLO
 from specinfer.core.lookups import reserved_names
 from specinfer.core.lora import LoRAConfig
 from specinfer.core.options import Flag, check_settings, parse_size, setting, setting_of, settings_of
-from specinfer.core.parallel_config import ParallelConfig
+from specinfer.core.parallel_config import DrafterPlacement, ParallelConfig
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.vllm_names import takes_vllm_arguments
 from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED
@@ -77,13 +83,13 @@ class EngineArgs:
     tool_call_parser: str = setting(
         "auto", MODEL, "Format of the tool calls of the model: a name, or auto (by the chat template).", metavar="NAME"
     )
-    dtype: str = setting(
+    dtype: DType = setting(
         "auto", MODEL, "Data type of the weights: {choices}; auto is that of the checkpoint.", choices=DTYPES
     )
-    quantization: str | None = setting(
+    quantization: Quantization | None = setting(
         None, MODEL, "Quantize the linear layers of the target to {choices}.", choices=QUANTIZATIONS
     )
-    offload: str | None = setting_of(OffloadConfig, "offload")
+    offload: Offload | None = setting_of(OffloadConfig, "offload")
     memory_budget: int | str | None = setting_of(OffloadConfig, "memory_budget")
     offload_folder: str | Path | None = setting_of(OffloadConfig, "offload_folder")
     device: str = setting("auto", MODEL, "Device of the models: auto, cpu, cuda, cuda:1, ...")
@@ -95,7 +101,7 @@ class EngineArgs:
     master_port: int | None = setting_of(ParallelConfig, "master_port")
     cluster_cert: str | Path | None = setting_of(ParallelConfig, "cluster_cert")
     insecure_cluster: bool = setting_of(ParallelConfig, "insecure_cluster")
-    drafter_placement: str = setting_of(ParallelConfig, "drafter_placement")
+    drafter_placement: DrafterPlacement = setting_of(ParallelConfig, "drafter_placement")
     enable_lora: bool = setting(False, MODEL, "Let requests have LoRA adapters.")
     max_loras: int = setting_of(LoRAConfig, "max_loras")
     max_lora_rank: int = setting_of(LoRAConfig, "max_lora_rank")
@@ -104,7 +110,7 @@ class EngineArgs:
     max_num_seqs: int = setting_of(EngineConfig, "max_num_seqs")
     max_num_batched_tokens: int | None = setting_of(EngineConfig, "max_num_batched_tokens", default=None)
     kv_cache_memory_bytes: int | str | None = setting_of(EngineConfig, "kv_cache_memory_bytes")
-    kv_cache_dtype: str = setting(
+    kv_cache_dtype: KVCacheDType = setting(
         "auto",
         MODEL,
         "Data type of the keys and values in the KV caches of all models: {choices}; auto is that of the model, fp8 is "
@@ -149,7 +155,7 @@ class EngineArgs:
         "File of texts, made by specinfer corpus build. The drafter suffix searches them for all requests.",
         metavar="FILE",
     )
-    drafter_quantization: str | None = setting(
+    drafter_quantization: Quantization | None = setting(
         None, SPECULATION, "Quantize the linear layers of draft models to {choices}.", choices=QUANTIZATIONS
     )
     drafter_token_map: int | str | Path = setting(
@@ -160,8 +166,8 @@ class EngineArgs:
         metavar="auto|full|N|FILE",
     )
     tree: str = setting_of(SpeculativeConfig, "tree")
-    verification: str = setting_of(SpeculativeConfig, "verification")
-    draft_sampling: str = setting_of(SpeculativeConfig, "draft_sampling")
+    verification: VerificationRule = setting_of(SpeculativeConfig, "verification")
+    draft_sampling: DraftSampling = setting_of(SpeculativeConfig, "draft_sampling")
     select: str = setting_of(SpeculativeConfig, "select")
     drafter_window: str = setting_of(SpeculativeConfig, "drafter_window")
     speculation_policy: str | Path | None = setting_of(SpeculativeConfig, "speculation_policy")

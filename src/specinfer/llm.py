@@ -14,12 +14,12 @@ from specinfer.core.options import current_names
 from specinfer.core.outputs import RequestOutput, TextChunk
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.systems import ReturnsMemory
 from specinfer.core.tree_shape import TreeShape
-from specinfer.core.vllm_names import check_call
 from specinfer.drafters import MergedDrafter
 from specinfer.engine_args import EngineArgs, LoadArgs, with_arguments_of
 from specinfer.in_process import run, stream
-from specinfer.inputs.arguments import Message, Prompt, as_list, lora_list, one_params, params_list
+from specinfer.inputs.arguments import Message, Prompt, as_list, check_call, lora_list, one_params, params_list
 from specinfer.inputs.chat.conversations import read_conversations
 from specinfer.inputs.jobs import JobReader
 from specinfer.inputs.prompts import PromptReader
@@ -61,6 +61,7 @@ class LLM:
         speculative = args.speculative_config
         if speculative.speculation_policy is not None:
             PolicyNetwork.load(speculative.speculation_policy)  # checked before models are loaded
+        self._name = Path(args.model).name
         self._turn = RLock()  # of the thread that adds requests and runs steps
         self._parts = assemble(args, progress)
         self._parts.close_with(self)
@@ -83,6 +84,18 @@ class LLM:
                 asked = () if self.drafter is None else self.drafter.drafters
                 self.adaptation = Adaptation(self.engine, asked, args.adapt_dir)
             undo.pop_all()
+        self._returns_memory = ReturnsMemory()  # the last attribute
+
+    def __repr__(self) -> str:
+        if not vars(self):
+            return "<LLM, shut down>"
+        names = ", ".join(self._parts.speculator.names) or "none"
+        return f"<LLM {self._name}, drafters: {names}, verification: {self.engine.verification}>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if not vars(self):
+            raise AttributeError("this LLM was shut down; load the model again")
+        raise AttributeError(f"LLM has no attribute {name!r}")
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, progress: ProgressCallback | None = None) -> Self:
@@ -219,7 +232,13 @@ class LLM:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """End every request and free the cache. A streamed target cannot be used any more."""
+        """End every request and free the memory of all models. The end of a `with` block does it, too."""
+        if vars(self):
+            self.close()
+            vars(self).clear()
+
+    def close(self) -> None:
+        """End every request, and the threads and processes of the models."""
         with self._turn:
             for request in list(self.engine.scheduler.requests()):
                 self.engine.abort(request)

@@ -160,7 +160,7 @@ def open_session(
             "name other drafters"
         )
     prompts = usual_prompts(models.target, config) if read is None else read(models.target)
-    dtype = config.dtype
+    dtype: str = config.dtype
     if prepare is not None:
         models, dtype = prepare(models, dtype, device, progress.stage)
     progress.stage("loading")

@@ -11,7 +11,12 @@ from typing import Any, Protocol, TypeVar
 
 from specinfer.core.config import (
     DTYPES,
+    DType,
+    KVCacheDType,
+    Offload,
     OffloadConfig,
+    Quantization,
+    VerificationRule,
     check_device,
 )
 from specinfer.core.drafter_forms import parse_select
@@ -75,19 +80,19 @@ class CompareConfig:
     model: str = setting_of(EngineArgs, "model", default="demo")
     drafters: str | tuple[str, ...] = setting_of(EngineArgs, "drafters")
     trees: tuple[str, ...] = setting_of(SharedSettings, "trees")
-    dtype: str = setting_of(EngineArgs, "dtype")
-    quantization: str | None = setting_of(EngineArgs, "quantization")
-    drafter_quantization: str | None = setting_of(EngineArgs, "drafter_quantization")
+    dtype: DType = setting_of(EngineArgs, "dtype")
+    quantization: Quantization | None = setting_of(EngineArgs, "quantization")
+    drafter_quantization: Quantization | None = setting_of(EngineArgs, "drafter_quantization")
     drafter_token_map: int | str | Path = setting_of(EngineArgs, "drafter_token_map")
     drafter_window: str = setting_of(EngineArgs, "drafter_window")
-    kv_cache_dtype: str = setting_of(EngineArgs, "kv_cache_dtype")
+    kv_cache_dtype: KVCacheDType = setting_of(EngineArgs, "kv_cache_dtype")
     select: str = setting_of(EngineArgs, "select")
-    verification: str = setting_of(EngineArgs, "verification")
+    verification: VerificationRule = setting_of(EngineArgs, "verification")
     speculation_policy: str | Path | None = setting_of(EngineArgs, "speculation_policy")
     device: str = setting_of(EngineArgs, "device")
     tensor_parallel_size: int = setting_of(EngineArgs, "tensor_parallel_size")
     pipeline_parallel_size: int = setting_of(EngineArgs, "pipeline_parallel_size")
-    offload: str | None = setting_of(EngineArgs, "offload")
+    offload: Offload | None = setting_of(EngineArgs, "offload")
     memory_budget: int | str | None = setting_of(EngineArgs, "memory_budget")
     offload_folder: str | Path | None = setting_of(EngineArgs, "offload_folder")
     enable_prefix_caching: bool = setting(

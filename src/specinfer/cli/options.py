@@ -15,7 +15,7 @@ from specinfer.cli.flags import flag_name, setting_flag
 from specinfer.cli.loading import loading_bar
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
-from specinfer.cli.values import parse_drafters, parse_speculative_config
+from specinfer.cli.values import parse_speculative_config
 from specinfer.core.errors import ModelError
 from specinfer.core.lookups import quoted_lookups, reserved_names
 from specinfer.core.options import setting, settings_of
@@ -134,7 +134,7 @@ class EngineOptions:
         """
         given = {name: value for name, value in self.given.items() if name not in ("model", "drafter", _CONFIG)}
         if drafters := self.given.get("drafter"):
-            given["drafters"] = parse_drafters(drafters)
+            given["drafters"] = drafters
         config = parse_speculative_config(self.given.get(_CONFIG))
         if both := sorted(given.keys() & config.keys()):
             name = f"--{flag_name(*_FIELDS[both[0]]).replace('_', '-')}"

@@ -85,16 +85,6 @@ def parse_token_ids(name: str, text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def parse_drafters(names: Sequence[str]) -> str | list[str]:
-    """Return the `drafters` argument of `LLM`: "auto", or a list that is empty for "none"."""
-    for word, meaning in (("auto", "auto"), ("none", [])):
-        if word in names:
-            if len(names) > 1:
-                raise ValueError(f"drafter: {word} stands alone; leave it or the others out")
-            return meaning
-    return list(names)
-
-
 def parse_speculative_config(text: str | None) -> dict[str, Any]:
     """Return the arguments of `LLM` for vLLM's `speculative_config`, as JSON."""
     if text is None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from specinfer.core.drafter_forms import USUAL_WINDOW, parse_select, parse_window
 from specinfer.core.errors import check_path
@@ -11,7 +12,14 @@ from specinfer.core.options import check_settings, parse_size, setting
 from specinfer.core.rules import AUTO, DRAFT_SAMPLINGS, RULES
 from specinfer.core.tree_shape import TreeShape, parse_tree
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
+DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
+KVCacheDType = Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+Offload = Literal["disk", "cpu"]
+Quantization = Literal["int8", "int4", "fp8"]
+VerificationRule = Literal["coupled", "multi-step", "traversal", "target-only", "auto"]
+DraftSampling = Literal["auto", "shared-noise", "top-k", "without-replacement", "iid", "hybrid"]
+DTYPES = get_args(DType)
+QUANTIZATIONS = get_args(Quantization)
 # Types of keys and values, by the names that users give them, as PyTorch names them; None is that of the model.
 KV_CACHE_DTYPES = {
     "auto": None,
@@ -21,7 +29,6 @@ KV_CACHE_DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-QUANTIZATIONS = ("int8", "int4", "fp8")
 MODEL, SPECULATION = "Model", "Speculation"  # sections of the help
 _MAX_NGRAM = 64  # each length takes memory for every token
 
@@ -86,7 +93,6 @@ def check_device(name: object, others: Collection[str] = ()) -> None:
 
 
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d{1,3})?")
-OFFLOADS = ("disk", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +103,12 @@ class OffloadConfig:
         ValueError: A field is invalid, or makes no sense without `offload`.
     """
 
-    offload: str | None = setting(
+    offload: Offload | None = setting(
         None,
         MODEL,
         "Where to keep layers of the target that do not fit into memory: disk (read for every pass) or cpu (host "
         "memory, for a target on a GPU).",
-        choices=OFFLOADS,
+        choices=get_args(Offload),
     )
     memory_budget: int | str | None = setting(
         None,
@@ -175,6 +181,7 @@ class SpeculativeConfig:
         "multi-step and traversal generate tokens of the same distribution; auto takes the faster of coupled and "
         "traversal for each sampled request.",
         choices=(*RULES, AUTO),
+        other_names={"naive": "target-only"},  # of the SpecInfer paper
     )
     draft_sampling: str = setting(
         "auto",

@@ -70,17 +70,17 @@ def parse_select(select: str) -> int | None:
     return parse_count(count)
 
 
-_DRAFTER_FORMS = f'"auto", or a list of folders, hub names, {quoted_lookups("and")}'
+_DRAFTER_FORMS = f'"auto", "none", or a list of folders, hub names, {quoted_lookups("and")}'
 
 
 def parse_drafters(drafters: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the drafter names as a tuple, or None for "auto".
+    """Return the drafter names as a tuple, () for "none" and None for "auto".
 
     Raises:
         ValueError: A name is empty or not text, two names stand for the same drafter, or "auto" or "none" is given
             among names.
     """
-    if drafters is None or drafters == "auto":
+    if drafters is None:
         return None
     given = (drafters,) if isinstance(drafters, str | os.PathLike) else drafters
     if not isinstance(given, Sequence) or not all(isinstance(name, str | os.PathLike) for name in given):
@@ -88,10 +88,11 @@ def parse_drafters(drafters: str | Sequence[str] | None) -> tuple[str, ...] | No
     names = tuple(map(str, given))
     if not all(names):
         raise ValueError(f"drafters: an empty name; give {_DRAFTER_FORMS}")
-    if "auto" in names:
-        raise ValueError(f'drafters: "auto" stands alone and in no list; give {_DRAFTER_FORMS}')
-    if "none" in names:
-        raise ValueError(f'drafters: "none" is not a drafter; give an empty list for none, or {_DRAFTER_FORMS}')
+    for word, meaning in (("auto", None), ("none", ())):
+        if names == (word,):
+            return meaning
+        if word in names:
+            raise ValueError(f"drafters: {word} stands alone; leave it or the others out")
     # "ngram" is always the drafter of that name, even if there is a folder called "ngram".
     places = {name if name in reserved_names() or not os.path.isdir(name) else os.path.realpath(name) for name in names}
     if len(places) < len(names):

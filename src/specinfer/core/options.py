@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from types import NoneType, UnionType
-from typing import Any, get_args
+from typing import Any, Literal, Union, get_args, get_origin
 
 from specinfer.core.errors import check_float, check_int
 
@@ -22,6 +22,7 @@ class Flag:
         short: Short flag.
         metavar: Name of the value in the help.
         choices: Allowed values, or () if they are checked in another way.
+        other_names: Names elsewhere of some choices, for the error.
         low, high: Least and largest number, or None without a limit.
         low_open: Whether `low` itself is not allowed.
         old_name: Former name of the field, accepted with a warning.
@@ -37,6 +38,7 @@ class Flag:
     short: str | None = None
     metavar: str | None = None
     choices: tuple[str, ...] = ()
+    other_names: Mapping[str, str] = field(default_factory=dict)
     low: float | None = None
     high: float | None = None
     low_open: bool = False
@@ -62,8 +64,10 @@ class Flag:
             ValueError: It is none of the choices, or beyond a limit; the message names the field.
         """
         if self.choices and value not in self.choices:
-            none = "; leave it out for none" if NoneType in kinds else ""
-            raise ValueError(f"{name} must be one of {', '.join(self.choices)}, not {value!r:.60}{none}")
+            remedy = "; leave it out for none" if NoneType in kinds else ""
+            if isinstance(value, str) and value in self.other_names:
+                remedy = f", which is called {self.other_names[value]} here"
+            raise ValueError(f"{name} must be one of {', '.join(self.choices)}, not {value!r:.60}{remedy}")
         if self.low is None or (str in kinds and isinstance(value, str)):  # text is checked where it is parsed
             return
         if float in kinds:
@@ -96,8 +100,9 @@ def settings_of(kind: type) -> Iterator[tuple[Field[Any], Flag]]:
 
 
 def kinds_of(each: Field[Any]) -> tuple[Any, ...]:
-    """Return the types that a field may have."""
-    return get_args(each.type) if isinstance(each.type, UnionType) else (each.type,)
+    """Return the types that a field may have; choices of text are text."""
+    kinds = get_args(each.type) if get_origin(each.type) in (Union, UnionType) else (each.type,)
+    return tuple(str if get_origin(kind) is Literal else kind for kind in kinds)
 
 
 def check_settings(settings: Any) -> None:

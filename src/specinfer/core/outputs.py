@@ -7,7 +7,7 @@ from itertools import starmap
 
 from specinfer.core.logprob import Logprob
 from specinfer.core.request import Request
-from specinfer.core.speculation import StepTrace
+from specinfer.core.speculation import SpeculativeDecodingMetrics, StepTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class RequestMetrics:
     arrival_time: float = 0.0
     first_token_time: float | None = None
     finished_time: float | None = None
-    speculative_decoding: dict[str, object] = field(default_factory=dict)
+    speculative_decoding: SpeculativeDecodingMetrics = field(default_factory=SpeculativeDecodingMetrics)
 
 
 @dataclass(frozen=True, slots=True)

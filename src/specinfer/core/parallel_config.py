@@ -9,10 +9,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from specinfer.core.options import check_settings, setting
 
 DEFAULT_PORT = 29500  # the default of torch.distributed
+DrafterPlacement = Literal["auto", "first", "spread"]
 RANKS = "Ranks"  # section of the help
 _MAX_RANKS = 1024
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
@@ -38,12 +40,12 @@ class ParallelConfig:
     master_port: int | None = setting(
         None, RANKS, "Port of node 0 for the rendezvous of ranks. (default: 29500)", low=1, high=65535
     )
-    drafter_placement: str = setting(
+    drafter_placement: DrafterPlacement = setting(
         "auto",
         RANKS,
         "Ranks that run draft models: first (all on the rank of the engine), spread (in parallel, one after the other "
         "on each rank), or auto (spread on a single node with two CPUs per rank).",
-        choices=("auto", "first", "spread"),
+        choices=get_args(DrafterPlacement),
     )
     cluster_cert: str | None = setting(
         None,

@@ -1,11 +1,42 @@
 """Record of speculation in one request: counters, and traces of its steps."""
 
 from dataclasses import dataclass, field
+from typing import TypedDict
+
+
+class SpeculativeDecodingMetrics(TypedDict, total=False):
+    """Speculation counters of a request, empty until it has ended.
+
+    The names are vLLM's, except `num_target_passes`, `tokens_per_pass` and `reason`.
+
+    Attributes:
+        mean_acceptance_length: Tokens for each pass with a tree: the accepted ones and the one after them.
+        draft_acceptance_rate: Accepted share of the draft tokens.
+        acceptance_histogram: Passes with a tree, by the number of accepted tokens.
+        acceptance_histogram_by_draft_length: The same for each depth of trees.
+        num_spec_steps: Target passes with at least one draft token.
+        num_spec_tokens: Depth of the deepest tree.
+        num_target_passes: Target passes that generated tokens, with and without trees.
+        tokens_per_pass: Tokens generated per target pass; 1.0 is plain decoding.
+        reason: Why most of the passes had no tree, or None if they had one.
+    """
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    num_target_passes: int
+    tokens_per_pass: float
+    reason: str | None
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Speculation counters of one request. The keys of `as_dict` are vLLM's, except `reason`.
+    """Speculation counters of one request.
 
     Attributes:
         reason: Why most of the passes had no tree, or None if they had one or the request has not ended.
@@ -66,7 +97,7 @@ class SpeculationStats:
         passes = self.num_target_passes
         return self.num_generated / passes if passes else 0.0
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> SpeculativeDecodingMetrics:
         accepted, steps = self.num_accepted_draft_tokens, self.num_spec_steps
         all_depths = self.acceptance_histogram
         return {

@@ -12,7 +12,7 @@ from specinfer.core.errors import as_python
 from specinfer.core.lookups import MTP, quoted_lookups, reserved_names
 from specinfer.core.options import current_names
 from specinfer.core.tree_shape import MAX_TREE_NODES
-from specinfer.core.vllm_tables import CALLS, ENGINE, METHODS, SAMPLING, SPECULATIVE, VllmName
+from specinfer.core.vllm_tables import ENGINE, METHODS, SAMPLING, SPECULATIVE, VllmName
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -99,22 +99,16 @@ def check_arguments(function: str, given: Iterable[str], known: Iterable[str]) -
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def check_call(function: str, given: Mapping[str, Any]) -> None:
-    """Check arguments of a call that are not ours.
-
-    Raises:
-        TypeError: One is not of vLLM either.
-        ValueError: One cannot have its effect here; the message names the remedy.
-    """
-    check_arguments(function, without_vllm_names(given, CALLS, ()), ())
-
-
 def takes_vllm_arguments(kind: type[T]) -> type[T]:
     """Let the constructor of EngineArgs take vLLM's arguments, too."""
     make = kind.__init__
 
     @functools.wraps(make)
     def init(self: Any, *model: Any, **given: Any) -> None:
+        if len(model) > 1:
+            raise TypeError(f"give one model, and name what follows: LLM({model[0]!r}, drafters={model[1]!r})")
+        if not model and "model" not in given:
+            raise TypeError("model is missing; give a folder, a GGUF file, a Hugging Face model ID, or 'demo'")
         make(self, *model, **engine_arguments(kind, given))
 
     kind.__init__ = init  # type: ignore[method-assign]

@@ -79,9 +79,13 @@ def same_model(first: str | Path, second: str | Path) -> bool:
 
 
 def near_names(name: str, others: Iterable[str]) -> list[str]:
-    """Return the names of models and drafters that a misspelt name may stand for, at most three, the nearest first."""
+    """Return the names that a misspelt name may stand for, at most three, the nearest first.
+
+    Args:
+        others: Names of models, to which those of lookups are added.
+    """
     by_key: dict[str, str] = {}
-    for known in (*others, *reserved_names(), *known_names()):
+    for known in (*others, *reserved_names()):
         for key in (known.lower(), known.lower().rpartition("/")[2]):
             by_key.setdefault(key, known)
     asked = name.lower().partition(":")[0]

@@ -28,7 +28,7 @@ from specinfer.hub.files import (
     read_object,
     refusal,
 )
-from specinfer.hub.known_drafters import did_you_mean
+from specinfer.hub.known_drafters import did_you_mean, known_names
 
 _SHOWN_DIGITS = 12  # of a commit
 
@@ -226,8 +226,8 @@ def _plain_errors(name: str, revision: str | None) -> Iterator[None]:
 
     named = name if revision is None else f"{name}@{revision}"
 
-    def near() -> str:
-        return did_you_mean(name, [cached.name for cached in cached_models()])
+    def near(*others: str) -> str:
+        return did_you_mean(name, [*(cached.name for cached in cached_models()), *others])
 
     try:
         yield
@@ -244,7 +244,7 @@ def _plain_errors(name: str, revision: str | None) -> Iterator[None]:
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ModelError(
             f"model: there is no model {name!r} on the hub, or it is private (hf auth login)"
-            f"{near() or '; check the name, or give a folder'}"
+            f"{near(*known_names()) or '; check the name, or give a folder'}"
         ) from error
     except OSError as error:  # the hub's own errors of the network are among them
         if error.errno is not None and error.errno in _OF_THE_DISK:

@@ -1,5 +1,6 @@
 """Prompts, parameters and adapters as callers give them: one, or one for each of several prompts."""
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
@@ -8,6 +9,8 @@ from specinfer.core.lora import LoRARequest
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.text import counted
 from specinfer.core.thought import Reasoning
+from specinfer.core.vllm_names import check_arguments, without_vllm_names
+from specinfer.core.vllm_tables import CALLS
 
 T = TypeVar("T")
 _MAX_BRIEF = 1 << 12  # tokens of all outputs of a request that takes less time than another thread's turn
@@ -31,6 +34,20 @@ class TokensPrompt(TypedDict):
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
+
+
+def check_call(function: str, given: Mapping[str, Any]) -> None:
+    """Check arguments of a call that are not ours.
+
+    Raises:
+        TypeError: One is not of vLLM either; of a sampling parameter the message names the place.
+        ValueError: One cannot have its effect here; the message names the remedy.
+    """
+    unknown = without_vllm_names(given, CALLS, ())
+    for name in unknown.keys() & inspect.signature(SamplingParams).parameters.keys():
+        params = f"SamplingParams({name}={unknown[name]!r:.60})"
+        raise TypeError(f"{name}: a sampling parameter; give {params} to {function}()")
+    check_arguments(function, unknown, ())
 
 
 def text_of(prompt: Prompt) -> str | None:

@@ -187,6 +187,8 @@ class PromptReader:
     def _tokens(self, prompt: Prompt) -> list[int]:
         given: Any = prompt
         if isinstance(prompt, Mapping):
+            if "role" in prompt:
+                raise RequestError("prompt: a message of a conversation is no prompt; use chat")
             if unknown := sorted(set(map(str, prompt)) - {"prompt", "prompt_token_ids", "cache_salt", "reasoning"}):
                 raise RequestError(
                     f"prompt: key {unknown[0]!r} is not known; use prompt or prompt_token_ids, and cache_salt"
@@ -196,6 +198,8 @@ class PromptReader:
                 return self._ids(prompt["prompt_token_ids"])
         if isinstance(given, str):
             return self.encode(given)
+        if isinstance(given, list) and given and all(isinstance(item, str | Mapping) for item in given):
+            raise RequestError("prompt: a list of prompts stands where one is expected; use generate for several")
         return self._ids(given)
 
     def _ids(self, given: Any) -> list[int]:

@@ -75,7 +75,14 @@ def plan_capacity(
     tree_slots = config.max_num_seqs * _TREE_SLOTS
     if target.stream is not None:
         tree_slots = max(tree_slots, _STREAMED_TREE_SLOTS)
-    return max_model_len, min(config.max_num_seqs * max_model_len + tree_slots, fitting)
+    num_slots = min(config.max_num_seqs * max_model_len + tree_slots, fitting)
+    installed = installed_memory() if target.device.type == "cpu" else None
+    if installed is not None and num_slots * each > installed:
+        raise ValueError(
+            f"kv_cache_memory_bytes: {num_slots} tokens of KV cache take {num_slots * each / 2**30:.1f} GiB, and this "
+            f"machine has {installed / 2**30:.1f}; lower it, or max_num_seqs, or max_model_len"
+        )
+    return max_model_len, num_slots
 
 
 def num_states(config: EngineConfig, models: Sequence[LoadedModel], memory: int) -> int:

@@ -11,7 +11,7 @@ from specinfer.bench.options import (
     check_whole,
     parse_numbers,
 )
-from specinfer.core.config import OffloadConfig, check_device
+from specinfer.core.config import DType, KVCacheDType, Offload, OffloadConfig, Quantization, check_device
 from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.core.sampling import SamplingParams
 from specinfer.engine_args import EngineArgs
@@ -74,12 +74,12 @@ class PlanConfig:
     temperature: float = setting(0.0, "Sampling", "Temperature; 0 is greedy.")
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     remeasure: bool = setting(False, "Speculation", "Measure costs again instead of using those of the last 30 days.")
-    dtype: str = setting_of(EngineArgs, "dtype")
-    quantization: str | None = setting_of(EngineArgs, "quantization")
-    drafter_quantization: str | None = setting_of(EngineArgs, "drafter_quantization")
+    dtype: DType = setting_of(EngineArgs, "dtype")
+    quantization: Quantization | None = setting_of(EngineArgs, "quantization")
+    drafter_quantization: Quantization | None = setting_of(EngineArgs, "drafter_quantization")
     drafter_token_map: int | str | Path = setting_of(EngineArgs, "drafter_token_map")
     drafter_window: str = setting_of(EngineArgs, "drafter_window")
-    kv_cache_dtype: str = setting_of(EngineArgs, "kv_cache_dtype")
+    kv_cache_dtype: KVCacheDType = setting_of(EngineArgs, "kv_cache_dtype")
     device: str = setting(
         "auto",
         "Model",
@@ -100,7 +100,7 @@ class PlanConfig:
         low=1,
         high=2**20,
     )
-    offload: str | None = setting_of(EngineArgs, "offload")
+    offload: Offload | None = setting_of(EngineArgs, "offload")
     memory_budget: int | str | None = setting_of(EngineArgs, "memory_budget")
     offload_folder: str | None = setting_of(EngineArgs, "offload_folder")
     seed: int = setting_of(SharedSettings, "seed")

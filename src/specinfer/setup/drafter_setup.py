@@ -212,6 +212,11 @@ class Speculator:
             self.policy = LoggedPolicy(self.policy, self.drafter, self._step_log.note)
             self._step_log.start(self.policy.tracker)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the active drafters, as they were requested."""
+        return self._names(self._config)
+
     def _names(self, config: SpeculativeConfig) -> tuple[str, ...]:
         """Return the names of the drafters that are active."""
         return () if config.shape.is_off else tuple(self._kinds if config.drafters is None else config.drafters)

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from specinfer.core.config import DType
 from specinfer.core.drafter_forms import parse_drafters
 from specinfer.core.errors import check_int
 from specinfer.core.sampling import MAX_SEED
@@ -47,7 +48,7 @@ class PolicyConfig:
     temperatures: tuple[float, ...] = (0.0, 1.0)
     num_steps: int = 2000
     architectures: tuple[str, ...] = tuple(ARCHITECTURES)
-    dtype: str = "auto"
+    dtype: DType = "auto"
     device: str = "auto"
     seed: int = 0
     pass_costs: tuple[tuple[int, float], ...] | None = None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specinfer.core.config import DTYPES
+from specinfer.core.config import DTYPES, DType
 from specinfer.core.errors import check_float
 from specinfer.core.options import check_settings, setting
 from specinfer.core.sampling import MAX_SEED
@@ -116,7 +116,7 @@ class TuneConfig:
         low=0,
         high=MAX_SEED - MAX_DRAFTERS,
     )
-    dtype: str = setting("auto", _TRAINING, "Data type of the target: {choices}.", choices=DTYPES)
+    dtype: DType = setting("auto", _TRAINING, "Data type of the target: {choices}.", choices=DTYPES)
     device: str = setting("auto", _TRAINING, "Device: auto, cpu, cuda, ...")
     mixed_precision: str = setting("auto", _TRAINING, "Mixed precision: {choices}.", choices=("auto", "no", "bf16"))
     save_every: float = setting(30.0, _TRAINING, "Time between checkpoints, in seconds.", low=0, high=1e6)
