@@ -189,6 +189,21 @@ CASES: dict[str, Case] = {
     "a damaged generation config": Case(
         r"generation_config\.json is damaged", text("generation_config.json", '{"eos_token_id":[0,26')
     ),
+    "a deep generation config": Case(r"generation_config\.json is damaged", text("generation_config.json", "[" * 10**5)),
+    "a deep config": Case(r"config\.json is damaged", text("config.json", '{"a":' * 10**5)),
+    **{
+        f"end tokens {ids!r}": Case(
+            r"eos_token_id in generation_config\.json or config\.json is .*, not token ids; mend the file",
+            text("generation_config.json", json.dumps({"eos_token_id": ids})),
+        )
+        for ids in ("</s>", [1, "2"], [[1]], 1.5, {"a": 1}, True)
+    },
+    **{
+        f"a config of a far larger model, {changes}": Case(
+            r"describes [\d,]+ parameters, and its files have [\d,]+; they do not belong together", config(**changes)
+        )
+        for changes in ({"hidden_size": 10**6}, {"head_dim": 10**6}, {"num_hidden_layers": 1900})
+    },
     **{
         f"an index that names {name}": Case(r"outside\.safetensors", outside(name))
         for name in ("../outside.safetensors", "/tmp/outside.safetensors", "a/../../outside.safetensors")

@@ -120,22 +120,29 @@ def usable_cpus() -> int:
     return max(min([cpus, *(math.ceil(granted) for granted in _granted())]), 1)
 
 
-def _granted() -> Iterator[float]:
-    """Yield the CPU limit of each control group of this process, version 1 or 2; containers may hide outer groups."""
+def control_groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's control groups, version 1 or 2, that may limit it by a controller.
+
+    The outer groups limit it, too; a container may hide them, and shows its own as the outermost.
+    """
     try:
         lines = _OWN.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return
     for line in lines:
         _, controllers, path = f"{line}::".split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        root = _GROUPS / "cpu" if controllers else _GROUPS
+        root = _GROUPS / controller if controllers else _GROUPS
         group = root / path.rstrip(":").lstrip("/")
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(root):
-                with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # unreadable, or no limit
-                    yield _limit(folder)
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
+
+
+def _granted() -> Iterator[float]:
+    """Yield the CPU limit of each control group that has one."""
+    for folder in control_groups("cpu"):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # unreadable, or no limit
+            yield _limit(folder)
 
 
 def _limit(folder: Path) -> float:

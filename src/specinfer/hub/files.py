@@ -225,7 +225,7 @@ def read_object(file: Path) -> dict[str, Any] | None:
     """Return the content of a JSON file, or None if it is missing or no object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -6,6 +6,7 @@ wrong shape or not finite are refused with an error that names them. `transforme
 
 import contextlib
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,6 +38,8 @@ from specinfer.model.recurrent.layers import FEED_FORWARD_TYPES, LAYER_TYPES, re
 logger = logging.getLogger(__name__)
 _LAYER_WEIGHT = re.compile(r"\b(layers|h|blocks)\.\d+\..*weight(.?\w*scale\w*)?$")  # scales belong to codes
 _MAX_LAYERS = 2000  # the definition is made before the weights are read
+# What is missing by less than this is refused by name, after it has been allocated.
+_MOST_MISSING, _SPARE_PARAMETERS = 4, 10**7
 _SAME_AS = {"mimo": "qwen2"}  # families that transformers does not have, and one that computes the same
 _BLOCK_TYPES = {"recurrent": "linear_attention", "attention": "sliding_attention"}
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -128,6 +131,7 @@ def read_definition(
 ) -> Any:
     """Return the family's definition with the folder's weights, or with those of `state_dict`."""
     family = config.model_type
+    _check_size(config, folder, state_dict)
     try:
         model, info = _with_weights(
             config,
@@ -254,6 +258,31 @@ def check_architecture(config: Any) -> None:
         raise ModelError(f"model: {config.model_type!r} has layers not supported: {', '.join(sorted(types))}")
 
 
+def _check_size(config: Any, folder: Path, state_dict: dict[str, Tensor] | None) -> None:
+    """Refuse a configuration of a far larger model than the weights are of: what they lack would be allocated.
+
+    Raises:
+        ModelError: The definition has more than four times as many parameters.
+    """
+    if state_dict is None:
+        with Shards(folder) as shards:
+            num_stored = sum(math.prod(source.shape) for source in shards.sources.values())
+    else:
+        num_stored = sum(weight.numel() for weight in state_dict.values())
+    try:
+        with quietly(), torch.device("meta"):
+            num_described = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+    except Exception as error:  # transformers raises many types for a configuration that it cannot use
+        raise ModelError(
+            f"model: config.json of {origin_of(folder)} cannot be used: {first_line(error)}; fetch the model again"
+        ) from error
+    if num_described > _MOST_MISSING * num_stored + _SPARE_PARAMETERS:
+        raise ModelError(
+            f"model: config.json of {origin_of(folder)} describes {num_described:,} parameters, and its files have "
+            f"{num_stored:,}; they do not belong together: fetch the model again"
+        )
+
+
 def _check_weights(model: Any, info: Any, folder: Path) -> None:
     for kind in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, info[kind])):
@@ -303,6 +332,11 @@ def eos_token_ids_of(model: Any, config: Any) -> tuple[int, ...]:
     ids = config.get_text_config().eos_token_id if ids is None else ids
     if ids is None:
         return ()
-    ids = ids if isinstance(ids, (list, tuple)) else (int(ids),)
+    ids = ids if isinstance(ids, (list, tuple)) else (ids,)
+    if not all(type(i) is int for i in ids):
+        raise ModelError(
+            f"model: eos_token_id in generation_config.json or config.json is {ids!r:.60}, not token ids; mend the "
+            "file, or fetch the model again"
+        )
     # Some configs name an end token outside the vocabulary, which is never generated.
     return tuple(i for i in ids if 0 <= i < config.get_text_config().vocab_size)

@@ -154,7 +154,7 @@ def _check_files(folder: Path) -> None:
     generation = folder / "generation_config.json"
     try:
         json.loads(generation.read_text(encoding="utf-8") if generation.is_file() else "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"model: {generation} is damaged; fetch the model again") from error
     if weights_file(folder) is not None:
         return  # made from a file that was checked

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specinfer.core import systems
 from specinfer.model.offload import budget
 from specinfer.model.offload.stream import Stream
 from specinfer.quantize.checkpoint import write_quantized
@@ -110,12 +111,34 @@ def test_loading_returns_what_it_frees(folder: Path, tmp_path: Path) -> None:
         assert mapped < 0.3 * num_bytes, "the file stays mapped"
 
 
-def test_what_is_to_be_had_is_that_of_the_tightest_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, used = tmp_path / "limit", tmp_path / "used"
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "used"),
+    [
+        ("0::/outer/inner", "outer/inner", "memory.max", "memory.current"),
+        ("0::/outer/inner", "outer", "memory.max", "memory.current"),
+        ("0::/hidden/by/a/container", ".", "memory.max", "memory.current"),
+        ("4:memory:/outer/inner", "memory/outer/inner", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("4:memory:/hidden/by/a/container", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_the_tightest_limit_of_the_control_groups_is_what_is_available(
+    line: str, folder: str, limit: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(systems, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(systems, "_OWN", tmp_path / "own")
+    (tmp_path / "own").write_text(f"{line}\n")
+    group = tmp_path / "groups" / folder
+    group.mkdir(parents=True)
+    (group / limit).write_text("1000000\n")
+    (group / used).write_text("400000\n")
+    assert budget.available_bytes() == 600_000
+
+
+def test_cached_files_of_a_control_group_are_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "control_groups", lambda _: iter([tmp_path / "none", tmp_path]))
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
     limit.write_text("1000000\n")
     used.write_text("400000\n")
-    monkeypatch.setattr(budget, "_CGROUPS", ((tmp_path / "none", used), (limit, used)))
-    assert budget.available_bytes() == 600_000
     # Files in the page cache count as used, and are given up first.
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\nactive_file 5\n")
     assert budget.available_bytes() == 700_000

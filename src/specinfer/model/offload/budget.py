@@ -1,5 +1,6 @@
 """Memory budgets, and the memory that the process uses as the operating system counts it."""
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from specinfer.core.systems import call_c, installed_memory
+from specinfer.core.systems import call_c, control_groups, installed_memory
 from specinfer.model.offload.checkpoint import Checkpoint, layer_number
 from specinfer.model.offload.streamed_layer import LayerStream
 
@@ -20,10 +21,7 @@ _KEPT_BYTES = 16 * 2**20  # freed memory that the C library may keep
 _TRIM_THRESHOLD = -1  # of mallopt(3)
 _UNKNOWN = 4 * 2**30  # bytes that a machine is taken to have if the system does not report it
 _PROC = Path("/proc")
-_CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
+_LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # and what is used
 
 
 _CPU = torch.device("cpu")
@@ -192,10 +190,10 @@ def available_bytes(device: torch.device = _CPU) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = _field(_PROC / "meminfo", "MemAvailable") or (installed_memory() or _UNKNOWN) // 2
-    for limit, used in _CGROUPS:
+    for folder, (limit, used) in itertools.product(control_groups("memory"), _LIMITS):
         try:
-            taken = int(used.read_text(encoding="utf-8")) - _cached_bytes(used.with_name("memory.stat"))
-            free = min(free, max(int(limit.read_text(encoding="utf-8")) - taken, 0))
+            taken = int((folder / used).read_text(encoding="utf-8")) - _cached_bytes(folder / "memory.stat")
+            free = min(free, max(int((folder / limit).read_text(encoding="utf-8")) - taken, 0))
         except (OSError, ValueError):  # no such group, or no limit
             continue
     return free
