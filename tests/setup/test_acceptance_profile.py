@@ -156,3 +156,13 @@ def test_a_model_expects_what_was_measured() -> None:
     assert model.by_rank().tolist() == pytest.approx([0.7, 0.1])
     assert model.share == 0.9
     assert model.coverage == pytest.approx(0.5)
+
+
+def test_a_model_of_the_users_needs_no_cache_folder(
+    pair: tuple[str, str], measured: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
+    (output,) = load(pair).generate("a", SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 2
+    assert len(measured) == 1

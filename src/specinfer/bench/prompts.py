@@ -14,7 +14,7 @@ from specinfer.core.errors import RequestError
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.thought import Reasoning
 from specinfer.demo.corpus import heldout_prompts
-from specinfer.demo.pair import demo_folders
+from specinfer.demo.pair import is_demo_target
 from specinfer.inputs.chat.samples import KINDS, in_turn, named_kinds, rendered
 from specinfer.inputs.chat.template import ChatTemplate
 from specinfer.llm import LLM
@@ -131,7 +131,7 @@ def kinds_for(folder: Path, kinds: Sequence[str] | None, prompts: Sequence[AnyPr
     """
     if kinds is not None:
         return named_kinds(kinds)
-    if prompts is not None or folder == demo_folders().target:
+    if prompts is not None or is_demo_target(folder):
         return ()
     return KINDS if getattr(load_tokenizer(folder), "chat_template", None) else ()
 

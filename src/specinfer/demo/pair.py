@@ -119,12 +119,21 @@ def verify(packed: Path) -> dict[str, str]:
 
 def demo_folders() -> DemoPair:
     """Return the pair as ordinary folders in the user's cache; the first call unpacks it."""
-    names = ("target", "drafter", *(f"drafter-{number}" for number in OTHERS))
-    sums = {name: verify(PACKED / name) for name in names}
+    sums = _verified_pair()
     root = f"demo-{digest_of(sums)}"
-    folders = {name: unpacked(PACKED / name, f"{root}/{name}", sums[name]) for name in names}
+    folders = {name: unpacked(PACKED / name, f"{root}/{name}", sums[name]) for name in sums}
     others = {f"demo-{number}": folders[f"drafter-{number}"] for number in OTHERS}
     return DemoPair(target=folders["target"], drafter=folders["drafter"], others=others)
+
+
+def is_demo_target(folder: Path) -> bool:
+    """Return whether a folder is the target of `demo_folders`; nothing is unpacked."""
+    return folder == cache_folder() / f"demo-{digest_of(_verified_pair())}" / "target"
+
+
+def _verified_pair() -> dict[str, dict[str, str]]:
+    names = ("target", "drafter", *(f"drafter-{number}" for number in OTHERS))
+    return {name: verify(PACKED / name) for name in names}
 
 
 def head_folder(name: str) -> Path:

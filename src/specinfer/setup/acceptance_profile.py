@@ -16,7 +16,7 @@ from specinfer.core.progress import ProgressCallback
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree_shape import parse_tree
-from specinfer.demo.pair import demo_folders
+from specinfer.demo.pair import is_demo_target
 from specinfer.drafters import MergedDrafter
 from specinfer.drafters.merge.merged import parts_of
 from specinfer.engine.engine import Engine
@@ -142,7 +142,7 @@ class ProfileSource:
     def _prompts(self) -> list[list[int]]:
         """Return a message of each kind in the target's template, or nothing without one."""
         folder = self._target.loaded.folder
-        if not getattr(self._tokenizer, "chat_template", None) or folder == demo_folders().target:
+        if not getattr(self._tokenizer, "chat_template", None) or is_demo_target(folder):
             return []
         template = ChatTemplate(self._tokenizer, min(self._target.loaded.max_position, self._target.cache.num_slots))
         try:
