@@ -98,3 +98,9 @@ def test_importing_twice_is_harmless() -> None:
     attention.register()
     attention.register()
     assert importlib.import_module("specinfer") is specinfer
+
+
+def test_importing_the_library_does_not_import_models_and_compilers() -> None:
+    slow = ("transformers.modeling_utils", "torch._dynamo", "torch.distributed.tensor")
+    program = f"import sys; from specinfer import LLM, AsyncLLM; assert not sys.modules.keys() & set({slow!r})"
+    subprocess.run([sys.executable, "-c", program], check=True)

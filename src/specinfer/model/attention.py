@@ -8,9 +8,9 @@ own ancestors. The batch arrives as the keyword `forward_batch`.
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from specinfer.model.batch import AttentionGroup, ForwardBatch
 from specinfer.ops import AttentionCall, attends, tree_ops
@@ -193,4 +193,4 @@ def _attend_explicitly(
 def register() -> None:
     """Register `attn_implementation="specinfer"` with transformers. Safe to call twice."""
     # No mask function is registered under this name, so transformers builds no mask.
-    AttentionInterface.register(ATTENTION_NAME, tree_attention)
+    transformers.AttentionInterface.register(ATTENTION_NAME, tree_attention)

@@ -1,7 +1,8 @@
 """Loading of transformers' definition of a model, with the weights of its folder.
 
 Only safetensors and GGUF weights are read, and no code from the model folder is run. Weights that are missing, of the
-wrong shape or not finite are refused with an error that names them. `transformers` is imported in this module.
+wrong shape or not finite are refused with an error that names them. Names are taken from `transformers` where they are
+used: it imports its models then, which takes seconds.
 """
 
 import contextlib
@@ -13,17 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging as transformers_logging
 
 from specinfer.core.errors import ModelError, first_line
 from specinfer.hub.files import read_object
@@ -70,10 +63,10 @@ def load_config(folder: Path) -> Any:
 def _read_config(folder: Path) -> Any:
     fields = read_object(folder / "config.json") or {}
     if (family := _SAME_AS.get(fields.get("model_type", ""))) is None:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     else:
         fields.pop("auto_map", None)
-        config = AutoConfig.for_model(**(fields | {"model_type": family}))
+        config = transformers.AutoConfig.for_model(**(fields | {"model_type": family}))
     if config.model_type == "recurrent_gemma" and not hasattr(config, "layer_types"):  # before transformers 5.23
         config.layer_types = [_BLOCK_TYPES[kind] for kind in config.layers_block_type]
     for part in (config, config.get_text_config()):  # weights are decoded by `Shards`, not by transformers
@@ -91,7 +84,9 @@ def load_tokenizer(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in TOKENIZERS):
         return None
     # A family's own class would replace the rule of a GGUF file by that of the family.
-    kinds = [AutoTokenizer, PreTrainedTokenizerFast] if weights_file(folder) is None else [PreTrainedTokenizerFast]
+    kinds: list[Any] = [transformers.PreTrainedTokenizerFast]
+    if weights_file(folder) is None:
+        kinds.insert(0, transformers.AutoTokenizer)
     for kind in kinds:
         try:
             tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
@@ -148,7 +143,7 @@ def read_definition(
         raise ModelError(f"model: {origin_of(folder)} ({family}) cannot be loaded: {first_line(error)}") from error
     _check_weights(model, info, origin_of(folder))
     if state_dict is not None and (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     _fix_rotations(model)
     return REPLACED[family](model) if family in REPLACED else replace_layers(model)
 
@@ -174,9 +169,9 @@ def make_trunk(fields: Mapping[str, Any]) -> Any:
     """
     register()
     try:
-        config = AutoConfig.for_model(**fields)
+        config = transformers.AutoConfig.for_model(**fields)
         with quietly(), torch.device("meta"):
-            trunk = AutoModel.from_config(config, attn_implementation=ATTENTION_NAME)
+            trunk = transformers.AutoModel.from_config(config, attn_implementation=ATTENTION_NAME)
         trunk.rotary_emb = type(trunk.rotary_emb)(config=config)  # computed, not read from a checkpoint
     except Exception as error:  # each family raises its own exceptions
         raise ModelError(f"drafters: config.json of a drafter cannot be used: {first_line(error)}") from error
@@ -201,7 +196,7 @@ def outline(folder: Path, weights: dict[str, Tensor] | None = None) -> Any:
     if weights is not None:
         return _with_weights(config, weights, dtype="auto", ignore_mismatched_sizes=True)
     with quietly(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
@@ -214,13 +209,13 @@ def load_plain(folder: Path, dtype: str | torch.dtype, **options: Any) -> Any:
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         options["attn_implementation"] = "eager"  # SDPA has no soft cap, and transformers before 5.21 leaves it out
     if has_safetensors(folder) and has_usual_names(folder):
-        return AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True, **options
         )
     with Shards(folder, dtype if isinstance(dtype, torch.dtype) else None) as shards:
         weights = {name: source.read() for name, source in shards.sources.items()}
     model = _with_weights(config, weights, dtype=dtype, **options)
-    model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 
 
@@ -228,30 +223,30 @@ def _with_weights(config: Any, weights: Path | dict[str, Tensor], **options: Any
     """Return the family's definition with the weights of a folder, or with these, by their names in the files."""
     with quietly():
         if isinstance(weights, Path):
-            return AutoModelForCausalLM.from_pretrained(
+            return transformers.AutoModelForCausalLM.from_pretrained(
                 weights, config=config, use_safetensors=True, trust_remote_code=False, **options
             )
         # A state_dict is only accepted by the family's own class.
-        kind = AutoModelForCausalLM._model_mapping[type(config)]
+        kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
         return kind.from_pretrained(None, config=config, state_dict=weights, **options)
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Silence transformers' progress bars and reports; this package makes its own checks and messages."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        transformers.logging.set_verbosity(verbosity)
         if bars:
-            transformers_logging.enable_progress_bar()
+            transformers.logging.enable_progress_bar()
 
 
 def check_architecture(config: Any) -> None:
-    if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
+    if config.is_encoder_decoder or type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ModelError(f"model: {config.model_type!r} is not a decoder that generates text")
     types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if types:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import transformers
 from gguf import GGMLQuantizationType, GGUFWriter
-from transformers import AutoConfig, PreTrainedConfig
 
 from specinfer.core.errors import ModelError
 from specinfer.model.gguf.config import EXACT, read_config
@@ -236,8 +236,8 @@ def _has_more_bits(layer: int, layers: int) -> bool:
 def _check(header: GgufHeader, config: Any) -> None:
     """Refuse a configuration that a file does not hold as it is."""
     read = read_config(header)
-    found, wanted = AutoConfig.for_model(**read).to_dict(), config.to_dict()
-    for name in sorted(type(config)().to_dict().keys() - PreTrainedConfig().to_dict().keys() - _IGNORED):
+    found, wanted = transformers.AutoConfig.for_model(**read).to_dict(), config.to_dict()
+    for name in sorted(type(config)().to_dict().keys() - transformers.PreTrainedConfig().to_dict().keys() - _IGNORED):
         value = wanted.get(name)
         pairs = value if isinstance(value, dict) else {name: value}
         there = found.get(name) if isinstance(value, dict) else found
