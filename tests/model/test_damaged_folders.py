@@ -193,7 +193,7 @@ CASES: dict[str, Case] = {
     "a deep config": Case(r"config\.json is damaged", text("config.json", '{"a":' * 10**5)),
     **{
         f"end tokens {ids!r}": Case(
-            r"eos_token_id in generation_config\.json or config\.json is .*, not token ids; mend the file",
+            r"eos_token_id in generation_config\.json or config\.json of .* is .*, not token ids; mend the file",
             text("generation_config.json", json.dumps({"eos_token_id": ids})),
         )
         for ids in ("</s>", [1, "2"], [[1]], 1.5, {"a": 1}, True)

@@ -321,7 +321,7 @@ def shared_layers(config: Any) -> dict[int, int]:
     return {layer: stored[text.layer_types[layer]] for layer in layers}
 
 
-def eos_token_ids_of(model: Any, config: Any) -> tuple[int, ...]:
+def eos_token_ids_of(model: Any, config: Any, folder: Path) -> tuple[int, ...]:
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     ids = config.get_text_config().eos_token_id if ids is None else ids
@@ -330,8 +330,8 @@ def eos_token_ids_of(model: Any, config: Any) -> tuple[int, ...]:
     ids = ids if isinstance(ids, (list, tuple)) else (ids,)
     if not all(type(i) is int for i in ids):
         raise ModelError(
-            f"model: eos_token_id in generation_config.json or config.json is {ids!r:.60}, not token ids; mend the "
-            "file, or fetch the model again"
+            f"model: eos_token_id in generation_config.json or config.json of {origin_of(folder)} is {ids!r:.60}, not "
+            "token ids; mend the file, or fetch the model again"
         )
     # Some configs name an end token outside the vocabulary, which is never generated.
     return tuple(i for i in ids if 0 <= i < config.get_text_config().vocab_size)

@@ -46,7 +46,8 @@ class ShardDefinition:
         """Make the definition with these weights, or with the folder's, and cut it to the shard."""
         model = read_definition(job.folder, job.config, job.dtype, weights)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        dtype, eos_token_ids = next(model.parameters()).dtype, eos_token_ids_of(model, job.config)
+        dtype = next(model.parameters()).dtype
+        eos_token_ids = eos_token_ids_of(model, job.config, job.folder)
         model.requires_grad_(False)
         rounds = rounds_experts(job.quantization, job.device)
         split = shard_model(model, job.config, job.shard, job.quantization, rounds_experts=rounds)

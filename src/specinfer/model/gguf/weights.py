@@ -58,7 +58,8 @@ def read_tensor(place: TensorPlace, dtype: torch.dtype, less: float = 0.0) -> Te
     step = max(_AT_ONCE // columns, 1)
     for start in range(0, rows, step):
         # Plain numbers are decoded as blocks of one number. The copy makes the memory writable.
-        decoded = _decode(np.array(data[start : start + step]), place.kind) * np.float32(place.factor)
+        with np.errstate(invalid="ignore"):  # NaN is refused later, by the name of the weight
+            decoded = _decode(np.array(data[start : start + step]), place.kind) * np.float32(place.factor)
         result[start : start + step] = torch.from_numpy(decoded) - less if less else torch.from_numpy(decoded)
     return result.view(place.shape)
 
