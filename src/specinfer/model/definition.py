@@ -266,7 +266,9 @@ def _check_size(config: Any, folder: Path, state_dict: dict[str, Tensor] | None)
         num_stored = sum(weight.numel() for weight in state_dict.values())
     try:
         with quietly(), torch.device("meta"):
-            num_described = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+            num_described = sum(
+                one.numel() for one in transformers.AutoModelForCausalLM.from_config(config).parameters()
+            )
     except Exception as error:  # transformers raises many types for a configuration that it cannot use
         raise ModelError(
             f"model: config.json of {origin_of(folder)} cannot be used: {first_line(error)}; fetch the model again"
