@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -25,9 +26,11 @@ from specinfer.cli.app import app
 from specinfer.core.sampling import SamplingParams
 from specinfer.learning import trainable
 from specinfer.learning.batches import collate
+from specinfer.learning.tune import report as report_module
 from specinfer.learning.tune.collection import load
 from specinfer.learning.tune.initial_weights import InitialWeights, build, parse_initial_weights
 from specinfer.llm import LLM
+from specinfer.setup.model_names import find_drafter
 from tests.learning.outputs import check_same_output, save_prompts
 from tiny import random_prompts, save_model, save_tokenizer
 
@@ -237,17 +240,33 @@ def test_curves_can_be_read(done: tuple[Path, Any]) -> None:
         assert {"learning rate", "gradient norm", "tokens per second"} <= set(events.Tags()["scalars"])
 
 
-def test_a_finished_run_that_is_started_again_reports_the_same(target: str, data: str, done: tuple[Path, Any]) -> None:
+def test_a_finished_run_that_is_started_again_reports_the_same_without_measuring(
+    target: str, data: str, done: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = done[0] / "run"
     before = {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
     events = sorted(folder.rglob("events*"))
     known = json.loads((folder / "report.json").read_text())
-    run(target, *THREE, "--data", data, "--out", str(folder), *SMALL, "--control")
+    monkeypatch.setattr(report_module, "count_passes", lambda *_: pytest.fail("measured again"))
+    assert run(target, *THREE, "--data", data, "--out", str(folder), *SMALL, "--control").stdout == done[1].stdout
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")} == before
     assert sorted(folder.rglob("events*")) == events
     again = json.loads((folder / "report.json").read_text())
     for part in ("foresight", "shares", "passes", "training", "num_examples"):
         assert again[part] == known[part]
+
+
+def test_a_drafter_that_got_worse_is_named_after_its_training_and_where_it_is_used(
+    target: str, data: str, done: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained, out = done[0] / "run" / "drafter-1", tmp_path / "run"
+    words = (target, "--drafter", str(trained), "--data", data, "--out", str(out), *SMALL, "--learning-rate", "0.5")
+    assert re.search(r"drafter-1 got worse: 0\.\d\d times the tokens\s+per pass", run(*words).stdout)
+    find_drafter(str(out / "drafter-1"))
+    assert "its training made it worse (0." in caplog.text
+    caplog.clear()
+    find_drafter(str(trained))
+    assert not caplog.text
 
 
 def test_plain_text_and_a_second_drafter(target: str, done: tuple[Path, Any], tmp_path: Path) -> None:

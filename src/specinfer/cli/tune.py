@@ -113,15 +113,15 @@ def _tune_drafters(config: TuneConfig, screen: Screen) -> None:
             result = run.run()
             if not run.accelerator.is_main_process:
                 return
-            report = measure(config, result, progress)
+            with naming("out", run.folder):
+                report = measure(config, result, progress)
         except (TrainingError, DamagedError) as error:
             raise UsageError(str(error)) from error
     print_report(report, screen.out)
     with checking():
-        for name, file in (("out", run.folder / "report.json"), ("json", config.json)):
-            if file is not None:
-                with naming(name, file):
-                    write_json(file, report.as_dict())
+        if config.json is not None:
+            with naming("json", config.json):
+                write_json(config.json, report.as_dict())
         if config.plot is not None:
             with naming("plot", config.plot):
                 plot_report(report, config.plot)

@@ -221,6 +221,15 @@ def folder_refusal(folder: Path) -> str | None:
     return refusal(names, read["config.json"], read["adapter_config.json"])
 
 
+TUNING_FILE = "tuning.json"  # in the folder of a tuned drafter: what it gained
+
+
+def tuning_gain(folder: Path) -> float | None:
+    """Return a tuned drafter's tokens per pass over those before its training, or None if they are not known."""
+    gain = (read_object(folder / TUNING_FILE) or {}).get("gain")
+    return gain if isinstance(gain, float) else None
+
+
 def read_object(file: Path) -> dict[str, Any] | None:
     """Return the content of a JSON file, or None if it is missing or no object."""
     try:

@@ -1,5 +1,6 @@
 """Built-in model names that are not a folder, file or hub name: the code pair "demo" and the chat model "demo-chat"."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from specinfer.core.lookups import is_model
 from specinfer.demo import chat_model
 from specinfer.demo.chat_model import CHAT, CHAT_HEADS, CODE, DRAFTER_NAMES, HEAD_NAMES, MISSING
 from specinfer.demo.pair import chat_drafter_folder, chat_head_folder, demo_folders, head_folder
-from specinfer.hub.files import ASSISTANT, SUPPORTED_HEADS, is_gguf
+from specinfer.hub.files import ASSISTANT, SUPPORTED_HEADS, is_gguf, tuning_gain
 from specinfer.hub.known_drafters import LOOKUP, LOOKUP_WITH_MODEL, DrafterChoice, auto_drafters
 from specinfer.hub.locate import locate_tokenizer
 from specinfer.model.definition import load_config, load_tokenizer
@@ -19,6 +20,8 @@ from specinfer.model.gguf.folder import find_gguf_folder
 from specinfer.model.heads.load import find_format, shows_hidden_states
 from specinfer.model.heads.mtp import has_mtp
 from specinfer.model.load import LoadedModel
+
+logger = logging.getLogger(__name__)
 
 
 def find_target(model: str | Path) -> Path:
@@ -55,7 +58,10 @@ def find_drafter(name: str) -> Path:
     elif name == CHAT:
         folder = chat_drafter_folder()
     else:
-        return find_folder(name)
+        folder = find_folder(name)
+        if (gain := tuning_gain(folder)) is not None and gain <= 1:
+            logger.warning("drafter %s: its training made it worse (%.2f times its tokens per pass)", name, gain)
+        return folder
     if folder is None:
         raise ModelError(MISSING)
     return folder

@@ -38,6 +38,11 @@ def print_report(report: TuneReport, console: Console) -> None:
     console.print()
     for name, folder in report.folders.items():
         console.print(f"{name}: {folder}", soft_wrap=True)
+    if report.gain is not None and report.gain <= 1:
+        console.print(
+            f"drafter-1 got worse: {report.gain:.2f} times the tokens per pass that it had before. Use its initial "
+            "weights, or train it on more text or with a smaller --learning-rate."
+        )
 
 
 def _training_table(report: TuneReport) -> Table:
