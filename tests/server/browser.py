@@ -105,7 +105,7 @@ class Browser:
             assert time.monotonic() < end, f"still waiting for {condition}; {self.complaints}"
             time.sleep(0.03)
 
-    def press(self, key: str, *, ctrl: bool = False, text: str | None = None) -> None:
+    def press(self, key: str, *, ctrl: bool = False, shift: bool = False, text: str | None = None) -> None:
         codes = {
             "Enter": 13,
             "Escape": 27,
@@ -118,7 +118,7 @@ class Browser:
             "End": 35,
         }
         code = codes.get(key, ord(key[0].upper()))
-        shared = {"key": key, "modifiers": 2 if ctrl else 0, "windowsVirtualKeyCode": code}
+        shared = {"key": key, "modifiers": (2 if ctrl else 0) + (8 if shift else 0), "windowsVirtualKeyCode": code}
         self.call("Input.dispatchKeyEvent", type="keyDown", **shared, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **shared)
 

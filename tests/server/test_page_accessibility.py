@@ -103,6 +103,24 @@ def test_an_answer_on_a_phone_is_in_view_while_it_is_written(browser: Browser, a
     browser.wait("!document.body.classList.contains('running')")
 
 
+def test_enter_sends_and_shift_enter_makes_a_line_or_the_other_way_round(browser: Browser, api: Api) -> None:
+    fill(browser, "prompt", "def f(")
+    browser.run("document.getElementById('prompt').focus()")
+    browser.press("Enter", text="\r", shift=True)
+    assert not api.asked
+    browser.press("Enter", text="\r")
+    finish(browser)
+    assert len(api.asked) == 1
+    browser.run("document.getElementById('enter-sends').click()")
+    browser.run("document.getElementById('prompt').focus()")
+    browser.press("Enter", text="\r")
+    assert len(api.asked) == 1
+    browser.press("Enter", text="\r", shift=True)
+    settle(browser)
+    finish(browser)
+    assert len(api.asked) == 2
+
+
 def test_keys_go_through_steps_and_nodes(browser: Browser) -> None:
     fill(browser, "prompt", "def f(")
     browser.run("document.getElementById('prompt').focus()")

@@ -152,7 +152,7 @@ def _start_logs(
     """Log the start, and each setting that differs from the default with the place that it came from."""
     from specinfer.server import logs
 
-    logs.configure("debug" if debug else config.log_level)
+    logs.configure("debug" if debug else config.log_level, config.log_format)
     logger.info("SpecInfer %s, model %s", specinfer.__version__, model)
     for source, place in _PLACES.items():
         given = [_shown(name, value) for name, value in settings.items() if source_of(context, name) == source]

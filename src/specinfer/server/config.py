@@ -155,6 +155,9 @@ class ServerConfig:
     )
     metrics: bool = setting(True, _WATCH, "Do not serve /metrics.", name="no_metrics", is_negated=True)
     log_level: str = setting("info", _WATCH, "Log level: debug, info, warning, error or critical.", choices=LOG_LEVELS)
+    log_format: str = setting(
+        "text", _WATCH, "Format of log lines: {choices}, an object a line.", choices=("text", "json")
+    )
     log_stats_interval: float = setting(10.0, _WATCH, "Interval of log lines about throughput, in seconds.", **_DAY)
     log_stats: bool = setting(True, _WATCH, "Do not log throughput.", name="no_log_stats", is_negated=True)
     access_log: bool = setting(True, _WATCH, "Do not log requests.", name="no_access_log", is_negated=True)

@@ -5,11 +5,13 @@ The wording of the statistics is vLLM's, so that tools that parse its log can pa
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
 import sys
 import time
+from datetime import UTC, datetime
 from functools import partial
 from typing import TextIO
 
@@ -25,10 +27,15 @@ _FLUSH_SECONDS = 1.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
-def configure(level: str) -> None:
-    """Send all log lines to standard error; from other libraries only warnings and above."""
+def configure(level: str, log_format: str = "text") -> None:
+    """Send all log lines to standard error; from other libraries only warnings and above.
+
+    Args:
+        log_format: "text", or "json" for an object a line.
+    """
     handler = BackgroundHandler(sys.stderr)
-    handler.setFormatter(_OneLine("%(levelname)s %(asctime)s %(name)s%(request)s: %(message)s"))
+    line = _OneLine("%(levelname)s %(asctime)s %(name)s%(request)s: %(message)s")
+    handler.setFormatter(_JSONLine() if log_format == "json" else line)
     handler.addFilter(_add_request)
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
@@ -67,7 +74,10 @@ class BackgroundHandler(logging.Handler):
     def _write_line(self, line: str) -> None:
         if self._writer.num_dropped:
             num_dropped, self._writer.num_dropped = self._writer.num_dropped, 0
-            line += f"WARNING specinfer.server.logs: {num_dropped} lines were dropped: the log was not read\n"
+            about = "%d lines were dropped: the log was not read"
+            record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, about, (num_dropped,), None)
+            self.filter(record)  # which adds what the format needs
+            line += self.format(record) + "\n"
         with contextlib.suppress(OSError, ValueError):  # the stream was closed
             self._write(line)
 
@@ -90,9 +100,26 @@ class _OneLine(logging.Formatter):
         return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", super().formatMessage(record))
 
 
+class _JSONLine(logging.Formatter):
+    """A format with an object a line, whose keys are time (UTC), level, logger, message, request and exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := getattr(record, "request_id", None):
+            fields["request"] = request_id
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
 def _add_request(record: logging.LogRecord) -> bool:
     request_id = REQUEST_ID.get()
-    record.request = f" [{request_id}]" if request_id else ""
+    record.request_id, record.request = request_id, f" [{request_id}]" if request_id else ""
     return True
 
 

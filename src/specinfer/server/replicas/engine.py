@@ -42,7 +42,7 @@ class EngineReplica:
             name = _name_of_ray()
             _stay_on_loopback()
         sys.setswitchinterval(SWITCH_SECONDS)
-        logs.configure(settings.server.log_level)
+        logs.configure(settings.server.log_level, settings.server.log_format)
         settings = settings.of_replica(name)
         # Replicas get different seeds, so that requests without a seed do not all get the same random numbers.
         seed = settings.engine.seed + zlib.crc32(name.encode())

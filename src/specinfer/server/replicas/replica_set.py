@@ -234,7 +234,7 @@ class Ingress:
     """A Ray Serve deployment that runs the router, as `router.py` does in the process of `specinfer serve`."""
 
     def __init__(self, settings: ReplicaSettings, replicas: Any) -> None:
-        logs.configure(settings.server.log_level)
+        logs.configure(settings.server.log_level, settings.server.log_format)
         self._state = RouterState(settings.server, settings.names[0])
         self._state.put_replica_set(RayReplicaSet(replicas))
 

@@ -32,7 +32,25 @@ export function chooseTheme(button) {
   });
 }
 
-export function watchKeys({ send, stop, steps, tree, prompt }) {
+// Enter sends, and with Shift makes a line, or the other way round. A touch keyboard has no Shift to hold.
+export function chooseEnter(box) {
+  try {
+    const kept = localStorage.getItem("specinfer-enter");
+    box.checked = kept === null ? !matchMedia("(pointer: coarse)").matches : kept === "send";
+  } catch {
+    // the page's default holds
+  }
+  box.addEventListener("change", () => {
+    try {
+      localStorage.setItem("specinfer-enter", box.checked ? "send" : "line");
+    } catch {
+      // it holds until the page is left
+    }
+  });
+  return (event) => !event.isComposing && (event.ctrlKey || event.metaKey || event.shiftKey !== box.checked);
+}
+
+export function watchKeys({ send, sends, stop, steps, tree, prompt }) {
   const actions = {
     ArrowLeft: () => steps.move(-1),
     ArrowRight: () => steps.move(1),
@@ -48,7 +66,8 @@ export function watchKeys({ send, stop, steps, tree, prompt }) {
   };
   document.addEventListener("keydown", (event) => {
     if (document.querySelector("dialog[open]")) return;
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+    const isWritten = event.ctrlKey || event.metaKey || event.target === prompt;
+    if (event.key === "Enter" && isWritten && sends(event)) {
       event.preventDefault();
       send();
       return;

@@ -3,7 +3,7 @@
 import { events, Failure, read, storedKey, storeKey } from "./api.js";
 import { body, key, mode, system } from "./ask.js";
 import { Depths, Passes } from "./charts.js";
-import { chooseTheme, openHelp, watchKeys } from "./keys.js";
+import { chooseEnter, chooseTheme, openHelp, watchKeys } from "./keys.js";
 import { Race } from "./race.js";
 import { isTrace, readTrace, traceLink } from "./share.js";
 import { Steps } from "./steps.js";
@@ -422,7 +422,7 @@ $("zoom-out").addEventListener("click", () => tree.zoom(1 / 1.25));
 $("zoom-fit").addEventListener("click", () => tree.zoom(null));
 $("help-open").addEventListener("click", openHelp);
 chooseTheme($("theme"));
-watchKeys({ send, stop: () => running?.abort(), steps, tree, prompt: $("prompt") });
+watchKeys({ send, sends: chooseEnter($("enter-sends")), stop: () => running?.abort(), steps, tree, prompt: $("prompt") });
 $("key").value = storedKey();
 changeMode();
 openShared();
