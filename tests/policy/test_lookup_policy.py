@@ -1,16 +1,22 @@
 """Budgets for lookups alone: they rest while looking up takes more time than it saves."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from specinfer import StructuredOutputsParams
 from specinfer.core.grammar.compiler import GrammarCompiler
-from specinfer.core.request import Span
+from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.core.tree_shape import TreeShape
+from specinfer.drafters import MergedDrafter
 from specinfer.policy.auto_policy import AutoPolicy
+from specinfer.policy.cost_model import CostModel
+from specinfer.policy.curves import Curve
 from specinfer.policy.lookup_policy import LookupPolicy
+from specinfer.policy.rank_choice import TreeSizes
 from specinfer.policy.request_policy import make_policy
 from specinfer.verify import Acceptance
 from tests.policy.simulated_machines import GROWING, SIZES, make_costs, make_record, make_span
@@ -68,8 +74,22 @@ def test_what_was_lost_on_one_text_does_not_count_on_the_next() -> None:
 
 def test_a_draft_token_of_a_lookup_must_be_worth_its_row() -> None:
     cheap, dear = (LookupPolicy(make_costs(seconds), ["suffix"]).budget(OLD) for seconds in ((1.0,) * 10, GROWING))
-    assert 0 <= cheap.min_path_prob < dear.min_path_prob <= 0.5
+    assert max(cheap.row_prices) == 0
+    assert all(price > 0 for price in np.diff(dear.row_prices))
+    assert dear.row_prices[14] == pytest.approx(1.3 * 0.4), "15 rows more make a pass 1.4 times as long"
     assert cheap.drafters == {"suffix"}
+
+
+def test_a_row_costs_the_tokens_of_all_requests() -> None:
+    linear = LookupPolicy(make_costs([float(size) for size in SIZES]), ["suffix"])
+    prices = linear.budget([make_span(num_output=5)] * 8).row_prices
+    assert len(prices) == 8 * 16
+    assert min(np.diff(prices)) > 1, "no draft token is so likely"
+
+
+def test_slow_passes_whose_rows_are_free_take_more_nodes() -> None:
+    assert LookupPolicy(make_costs(GROWING), ["suffix"]).budget(OLD).max_nodes == 16
+    assert LookupPolicy(make_costs(), ["suffix"]).budget(OLD).max_nodes > 100
 
 
 def _spans_with_grammar() -> list[Span]:
@@ -102,8 +122,8 @@ def test_a_forced_token_must_save_more_than_its_row_takes() -> None:
         AutoPolicy(make_costs(seconds)).with_forced(_spans_with_grammar(), [OFF] * 3)[0]
         for seconds in ((1.0,) * 10, [float(size) for size in SIZES])
     )
-    assert cheap.min_path_prob == 0
-    assert dear.min_path_prob == AutoPolicy.FORCED_LIKELY
+    assert cheap.row_prices[0] == 0
+    assert dear.row_prices[0] > 1
 
 
 def test_what_grammars_alone_draft_says_nothing_about_drafters() -> None:
@@ -134,3 +154,72 @@ def test_auto_asks_lookups_alone_where_no_model_pays_but_not_before_the_first_to
     assert policy.acceptance.by_rank().tolist() == before
     assert str(policy.reason(later_span.request)).startswith("auto: only suffix drafts, drafting")
     assert AutoPolicy(make_costs(draft_level=5.0)).budgets([make_span()]) == [OFF], "a lookup that is alone has costs"
+
+
+def test_lookups_without_a_model_draft_by_the_price_of_rows() -> None:
+    policy, span = AutoPolicy(make_costs(GROWING), ["suffix"], has_models=False), make_span(num_output=3)
+    (budget,) = policy.budgets([span])
+    assert budget.row_prices
+    assert budget.drafters == {"suffix"}
+    assert policy.reason(span.request) is None
+    while policy.budgets([span]) != [OFF]:
+        policy.observe(make_record(num_model_levels=0, draft_time=0.1), [])
+    assert policy.reason(span.request) == "auto: plain decoding, drafts of suffix save no time here"
+
+
+def test_on_a_device_trees_of_lookups_have_sizes_of_captured_passes() -> None:
+    costs = make_costs()
+    costs.max_rows = 64
+    (budget,) = AutoPolicy(costs, ["suffix"], has_models=False).budgets([make_span(num_output=3)])
+    assert budget.max_nodes in TreeSizes.DEVICE_SIZES
+    assert not budget.row_prices
+
+
+class _Coin:
+    """A lookup that proposes so many tokens, which are all right in a share of the steps, and never tells which."""
+
+    name = "suffix"
+
+    def __init__(self, num_tokens: int) -> None:
+        self._tokens = [1] * num_tokens
+
+    def draft(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TokenTree]:
+        return [
+            TokenTree.chain(span.request.token_ids[-1], self._tokens[: budget.max_nodes], self.name, 0.6)
+            for span, budget in zip(spans, budgets, strict=True)
+        ]
+
+    def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "share", "least"), [(1, 0.3, 0.98), (1, 0.6, 0.97), (1, 0.95, 0.98), (8, 0.3, 0.97), (8, 0.7, 1.5)]
+)
+def test_a_lookup_gains_where_it_repays_the_second_row_and_loses_nowhere(
+    num_tokens: int, share: float, least: float
+) -> None:
+    """On processors without instructions for small products the second row costs most of a pass."""
+    milliseconds = np.asarray([57.0, 100.0, 107.0, 160.0, 240.0])
+    costs, random = CostModel(Curve((1, 2, 4, 8, 14), milliseconds / 1e3), Curve([1], [1e-4])), np.random.default_rng(0)
+    drafter, policy = MergedDrafter([_Coin(num_tokens)]), AutoPolicy(costs, ["suffix"], has_models=False)
+    true, request, seconds = Curve(costs.target.sizes, costs.target.seconds), make_span(num_output=2).request, 0.0
+    while request.num_output < 1000:
+        spans = [Span(request, len(request.token_ids) - 1, len(request.token_ids))]
+        budgets = policy.budgets(spans)
+        is_right = random.random() < share
+        (tree,) = drafter.draft(spans, budgets) if budgets != [OFF] else [TokenTree.root(1)]
+        path = tuple(range(1, len(tree))) if is_right else ()
+        next_token = 1 if is_right and not path else 2
+        request.token_ids += [1] * len(path) + [next_token]
+        drafter.observe(request, tree, acceptance := Acceptance(path, next_token))
+        step = make_record(
+            num_rows=len(tree), num_guessed=tree.num_guessed, num_generated=1 + len(path), num_model_levels=0,
+            target_time=float(true(len(tree))),
+        )  # fmt: skip
+        policy.observe(step, [(tree, acceptance)])
+        seconds += step.time
+    assert request.num_output * 0.057 / seconds >= least

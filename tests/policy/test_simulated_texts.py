@@ -29,8 +29,8 @@ def test_text_that_is_copied_is_looked_up_and_its_prompt_seldom_read(known: str)
     texts, policy = SimulatedTexts(pair_costs()), _auto(COSTS[known])
     speedups = [texts.speedup(policy, REWRITING) for _ in range(8)]
     alone = SimulatedTexts(pair_costs(), ["suffix"])
-    assert np.mean(speedups) >= 0.95 * np.mean(
-        [alone.speedup(AutoPolicy(pair_costs(1.0, 0.0)), REWRITING) for _ in range(8)]
+    assert np.mean(speedups) >= 0.93 * np.mean(
+        [alone.speedup(AutoPolicy(pair_costs(), ["suffix"], has_models=False), REWRITING) for _ in range(8)]
     )
     assert texts.num_read <= 2
 

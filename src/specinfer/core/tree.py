@@ -34,6 +34,9 @@ class TreeBudget:
         min_path_prob: Best first skips nodes that are less likely than this to be accepted.
         min_gain: Best first stops where a further level, over all requests, is expected to yield fewer
             accepted tokens than this.
+        row_prices: Expected tokens that 1, 2, ... draft tokens have to yield together, those of all requests of the
+            step counted. The number that yields most beyond its price is taken, or none; empty if each draft token is
+            judged alone, by `min_path_prob`. Never for models.
         drafters: Names of the drafters that are used; None is all of them.
         with_models: Limits of the tree if models are asked. The other limits are then those of lookups alone, for the
             case that no model is worth its levels. If it is None, the other limits hold in both cases.
@@ -45,6 +48,7 @@ class TreeBudget:
     num_drafters: int = 1
     min_path_prob: float = 0.0
     min_gain: float = 0.0
+    row_prices: tuple[float, ...] = ()
     drafters: frozenset[str] | None = None
     with_models: "TreeBudget | None" = None
 
@@ -74,16 +78,18 @@ class TreeBudget:
             return TreeBudget.expansion(self.widths)
         return self.cut(self.max_depth, max_nodes)
 
-    def with_forced(self, max_nodes: int, min_path_prob: float) -> "TreeBudget":
-        """Return the budget in which what grammars force may have this many nodes, if no model is asked beside it."""
+    def with_forced(self, forced: "TreeBudget") -> "TreeBudget":
+        """Return the budget in which what grammars force may have as many nodes, if no model is asked beside it."""
         if not self.max_nodes:
-            return TreeBudget(max_nodes, max_nodes, min_path_prob=min_path_prob, drafters=frozenset())
-        if self.widths:
+            return replace(forced, drafters=frozenset())
+        if self.widths or self.row_prices:
             return self
         return replace(
             self,
-            max_nodes=max(max_nodes, self.max_nodes),
-            max_depth=max(max_nodes, self.max_depth),
+            max_nodes=max(forced.max_nodes, self.max_nodes),
+            max_depth=max(forced.max_depth, self.max_depth),
+            min_path_prob=forced.min_path_prob,
+            row_prices=forced.row_prices,
             with_models=self.with_models or self,
         )
 

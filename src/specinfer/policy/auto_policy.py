@@ -20,7 +20,7 @@ from specinfer.policy.base import SpeculationPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import FAST, Curve
 from specinfer.policy.learned_choice import LearnedChoice
-from specinfer.policy.lookup_policy import MAX_NODES, LookupPolicy, begins_text, price_of_row
+from specinfer.policy.lookup_policy import LookupPolicy, begins_text, lookup_budget
 from specinfer.policy.optimizer import tokens_to_read
 from specinfer.policy.rank_choice import RankChoice, TreeSizes
 from specinfer.policy.remeasurement import Remeasurement
@@ -34,7 +34,8 @@ class AutoPolicy(SpeculationPolicy):
 
     Args:
         costs: Costs of steps.
-        lookups: Names of the drafters that are no models, if others are: they may draft alone.
+        lookups: Names of the drafters that are no models: they may draft alone.
+        has_models: Whether other drafters are models.
         has_self: Whether the target itself, cheaper, is a drafter: it is right more often than others.
         network: The learned choice for each request, or None if no network was trained.
         why_off: Reason for never having trees, if there is no drafter; passes and prompts are planned all the same.
@@ -57,8 +58,6 @@ class AutoPolicy(SpeculationPolicy):
     CLEAR = 1.25  # gain from which that could not change the choice
     FIRST_CLEAR = CLEAR**3  # the same for the first check, before which the costs were hardly seen
     PAUSE = 20  # multiple of the time of measuring passes again that goes by before the next time
-    # Factor by which a forced token must save more than its row takes, and the largest probability that is asked for.
-    FORCED_MARGIN, FORCED_LIKELY = 1.1, 0.85
     DELAY = 0.03  # share of the time to a first token by which trees of others may delay it
 
     def __init__(
@@ -66,6 +65,7 @@ class AutoPolicy(SpeculationPolicy):
         costs: CostModel,
         lookups: Collection[str] = (),
         *,
+        has_models: bool = True,
         has_self: bool = False,
         network: LearnedChoice | None = None,
         why_off: str | None = None,
@@ -73,7 +73,9 @@ class AutoPolicy(SpeculationPolicy):
         remedy: str | None = None,
     ) -> None:
         self.costs, self.network, self._why_off = costs, network, why_off
-        self._lookups = LookupPolicy(costs, lookups)
+        # Without models, on a device, the trees of lookups have the sizes of others, for which graphs are captured.
+        self._lookups = LookupPolicy(costs, lookups if has_models or costs.max_rows is None else ())
+        self._has_models = has_models or not self._lookups.names
         prior = AcceptanceModel.SELF_PRIOR if has_self else AcceptanceModel.PRIOR
         self.acceptance = AcceptanceModel(prior) if profile is None else AcceptanceModel.from_profile(profile)
         sizes = None if why_off is None else TreeSizes.none()
@@ -112,11 +114,9 @@ class AutoPolicy(SpeculationPolicy):
         """Return the budgets with tokens that grammars force, where each saves more than its row takes."""
         if self._remeasurement is not None or not any(has_forced(span.request) for span in spans):
             return list(budgets)
-        least = min(self.FORCED_MARGIN * price_of_row(self.costs, len(spans)), self.FORCED_LIKELY)
+        forced = lookup_budget(self.costs, len(spans))
         return [
-            budget.with_forced(MAX_NODES, least)
-            if has_forced(span.request) and self._may_delay(span.request)
-            else budget
+            budget.with_forced(forced) if has_forced(span.request) and self._may_delay(span.request) else budget
             for span, budget in zip(spans, budgets, strict=True)
         ]
 
@@ -143,6 +143,8 @@ class AutoPolicy(SpeculationPolicy):
 
     def _fastest(self, spans: Sequence[Span], reading: Sequence[Span]) -> list[TreeBudget]:
         """Return the budgets with most tokens per second, or those of a test of the drafter."""
+        if not self._has_models:
+            return self._of_lookups(spans)
         if begins_text(spans):
             self.acceptance.begin_text()
             self._num_requests = 0  # choose anew
@@ -170,6 +172,10 @@ class AutoPolicy(SpeculationPolicy):
             self._num_plain, self._plain_seconds = 0, 0.0
             self._test_after = min(2 * self._test_after, self.TEST_EVERY)
             return self._for_one(spans, TreeBudget.expansion((1, 1)))
+        return self._of_lookups(spans)
+
+    def _of_lookups(self, spans: Sequence[Span]) -> list[TreeBudget]:
+        """Return the budgets of a step in which no model drafts."""
         budget = self._lookups.budget(spans)
         return [budget if self._may_delay(span.request) else OFF for span in spans]
 
@@ -192,7 +198,7 @@ class AutoPolicy(SpeculationPolicy):
         both = budget
         if alone.max_nodes and self.costs.max_rows is None:
             sizes = max(alone.max_nodes, budget.max_nodes), max(alone.max_depth, budget.max_depth)
-            both = TreeBudget(*sizes, min_path_prob=alone.min_path_prob, with_models=budget)
+            both = TreeBudget(*sizes, row_prices=alone.row_prices, with_models=budget)
         return [
             both if is_worthwhile else alone if self._may_delay(span.request) else OFF
             for span, is_worthwhile in zip(spans, pays, strict=True)
@@ -291,6 +297,9 @@ class AutoPolicy(SpeculationPolicy):
 
     def _why_plain(self, request: Request) -> str | None:
         num_requests = max(self._num_requests, 1)
+        if not self._has_models:
+            names = ", ".join(sorted(self._lookups.names))
+            return f"auto: plain decoding, drafts of {names} save no time here" if self._lookups.is_resting else None
         if not self._budget.max_nodes:
             does = (
                 "plain decoding"

@@ -6,16 +6,20 @@ lookups rest while they lose more than a small share of the time, and try again 
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from specinfer.core.request import Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import OFF, TreeBudget
 from specinfer.policy.cost_model import CostModel
+from specinfer.policy.rank_choice import TreeSizes
 from specinfer.verify import Acceptance
 
-MAX_NODES = 16  # of each request
-_MOST_LIKELY = 0.5  # no draft token has to be likelier than this
-_MARGIN = 1.25  # factor by which a draft token must save more than its row takes, because confidences are rough
+MAX_NODES = 16  # of each request, unless passes are slow and large ones take hardly longer
+_MARGIN = 1.3  # factor by which draft tokens must save more than their rows take, because probabilities are rough
+_MOST_LIKELY = 0.5  # on a device no draft token has to be likelier than this
 _RATE = 0.02  # of learning what a step gains: some fifty steps are remembered
 _MOST_LOST = 0.01  # share of the time
 _MOST_GAINED, _MOST_KEPT = 0.3, 0.01  # the same, of what is remembered, and of that for a new request
@@ -50,8 +54,7 @@ class LookupPolicy:
             return OFF
         if len(spans) != self._num_requests or self._age >= _REVIEW:
             self._num_requests, self._age = len(spans), 0
-            least = min(_MARGIN * price_of_row(self._costs, len(spans)), _MOST_LIKELY)
-            self._budget = TreeBudget(MAX_NODES, MAX_NODES, min_path_prob=least, drafters=self.names)
+            self._budget = replace(lookup_budget(self._costs, len(spans)), drafters=self.names)
         self._age += 1
         return self._budget
 
@@ -69,10 +72,18 @@ class LookupPolicy:
             self._gain, self._rest = 0.0, _REST
 
 
-def price_of_row(costs: CostModel, num_requests: int) -> float:
-    """Return what the row of a draft token takes, in tokens that plain decoding yields in this time."""
-    alone, full = costs.target([num_requests, num_requests * (1 + MAX_NODES)]).tolist()
-    return float((full / alone - 1.0) / MAX_NODES)
+def lookup_budget(costs: CostModel, num_requests: int) -> TreeBudget:
+    """Return the budget of draft tokens that take no passes of a model: those that save more than their rows take.
+
+    Steps on a device judge each draft token alone, by the mean price of a row.
+    """
+    sizes = TreeSizes.for_costs(costs)
+    most = sizes.max_nodes if sizes.is_wide else MAX_NODES
+    seconds = costs.target(num_requests + np.arange(num_requests * most + 1))
+    prices = _MARGIN * num_requests * (seconds[1:] / seconds[0] - 1.0)
+    if costs.max_rows is not None:
+        return TreeBudget(most, most, min_path_prob=min(float(prices[-1]) / len(prices), _MOST_LIKELY))
+    return TreeBudget(most, most, row_prices=tuple(prices.tolist()))
 
 
 def begins_text(spans: Sequence[Span]) -> bool:

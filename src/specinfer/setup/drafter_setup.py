@@ -269,7 +269,7 @@ class Speculator:
             return FixedPolicy(why_off=self._why_off)
         make_costs = partial(_make_costs, self._target, self.drafter, fresh=fresh, progress=self._progress)
         names = [one.name for one in self.drafter.drafters]
-        lookups = LOOKUPS.keys() & names if any(map(is_model, names)) else ()
+        lookups, has_models = LOOKUPS.keys() & names, any(map(is_model, names))
         has_self = any(map(is_self, names))
         drafter, network = self.drafter, self._predictor if learned else None
         find_profile = weakref.WeakMethod(self._find_profile)  # the policy, which keeps `auto`, is an attribute of self
@@ -278,7 +278,10 @@ class Speculator:
             choice = None if network is None else LearnedChoice(network, costs, drafter)
             find = find_profile() if choice is None else None
             profile = None if find is None else find(costs)
-            return AutoPolicy(costs, lookups, has_self=has_self, network=choice, profile=profile, remedy=_remedy(names))
+            return AutoPolicy(
+                costs, lookups, has_models=has_models, has_self=has_self, network=choice, profile=profile,
+                remedy=_remedy(names),
+            )  # fmt: skip
 
         return make_policy(shape, make_costs, drafter.num_drafters, auto)
 

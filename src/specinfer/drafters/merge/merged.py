@@ -267,8 +267,8 @@ class MergedDrafter:
             if len(trees) > 1:
                 competes = not budget.widths or sum(tree.num_guessed for tree in trees) > budget.max_nodes
             else:  # a model has left out what is not probable enough, a lookup has not
-                is_loose = budget.min_path_prob > 0 or merged[-1].num_guessed > budget.max_nodes
-                competes = is_loose and any(self._guarded[i].is_lookup for i in makers)
+                is_loose = budget.min_path_prob > 0 or budget.row_prices or merged[-1].num_guessed > budget.max_nodes
+                competes = bool(is_loose) and any(self._guarded[i].is_lookup for i in makers)
             competes = competes and all(tree.is_chosen for tree in trees)
             if len(trees) > 1 or competes:
                 several[k] = trees
@@ -276,14 +276,16 @@ class MergedDrafter:
         if several:
             requests, limits = [spans[k].request for k in several], [budgets[k] for k in several]
             best = self._pruning.merge(requests, list(several.values()), limits, is_pruned)
+            best = self._pruning.buy(requests, best, limits)
             for k, tree in zip(several, best, strict=True):
                 merged[k] = tree
         return merged
 
     def observe(self, request: Request, tree: TokenTree, acceptance: Acceptance) -> None:
-        self.calibration.observe(request, tree, acceptance)
         self._budget_split.observe(tree, acceptance)
-        self._pruning.observe(request, tree, acceptance)
+        offered = self._pruning.offered(request, tree, acceptance)
+        self.calibration.observe(request, *offered)
+        self._pruning.observe(request, *offered)
         if self.selection is not None:
             self.selection.observe(request)
         for drafter in self._guarded:
