@@ -60,6 +60,7 @@ def test_a_prefix_that_ends_within_a_block_gets_the_rest_of_it() -> None:
     again.store = store
     store.is_busy = True
     _compute(again, "b", range(3))  # the cache has three tokens, the store six
+    again.restore("", range(7))
     assert again.attach("c", "", range(7)) == 6
     assert sorted(store.content.values()) == [3, 4, 5]
     again.free("c")
@@ -72,8 +73,32 @@ def test_blocks_that_find_no_slots_are_not_read() -> None:
     again = KVCache(7, keeps_prefixes=True)
     again.store = store
     again.reserve("other", 3)
+    again.restore("", range(6))
     assert again.attach("b", "", range(6)) == 4
     assert again.num_available == 0
+
+
+def test_each_block_of_a_request_is_hashed_once() -> None:
+    """Not the whole prefix with each block that a long answer completes, nor twice when it begins."""
+    cache, store = _cache(200)
+    hashed, keys = [], store.keys
+
+    def counted(salt: str, tokens: Sequence[int] | Slots, known: Sequence[bytes] = ()) -> list[bytes]:
+        hashed.append(len(tokens) // store.block_size - len(known))
+        return keys(salt, tokens, known)
+
+    store.keys = counted  # type: ignore[method-assign]
+    scheduler, request = Scheduler(cache, 4, 50), make_request("a", range(21))
+    scheduler.add(request)
+    for _ in range(20):
+        for span in scheduler.schedule().spans:
+            cache.reserve("a", span.end - span.start)
+            scheduler.keep(span.request, range(span.end - span.start))
+        request.token_ids.append(1)
+    num_blocks = len(cache.slots("a")) // store.block_size
+    assert sum(hashed) == 20 // store.block_size + num_blocks, "once to look for them, and once to keep them"
+    scheduler.remove(request)
+    assert sum(hashed) == 20 // store.block_size + num_blocks
 
 
 def test_a_request_waits_for_its_blocks_while_others_run_and_gets_them_at_once_when_alone() -> None:

@@ -15,7 +15,7 @@ class FakeStore:
         self.content: dict[int, Any] = {}
         self.is_busy = False
 
-    def keys(self, salt: str, tokens: Sequence[int] | Slots) -> list[bytes]:
+    def keys(self, salt: str, tokens: Sequence[int] | Slots, known: Sequence[bytes] = ()) -> list[bytes]:
         ends = range(self.block_size, len(tokens) + 1, self.block_size)
         return [repr((salt, [int(token) for token in tokens[:end]])).encode() for end in ends]
 

@@ -60,6 +60,7 @@ class DrafterCache:
         if request_id not in self._salts:
             salt = self._salts[request_id] = self._salt(request)
             num_read = 1 + MAX_SCORED if self._scoring else 1  # tokens whose logits are needed
+            cache.restore(salt, known.ids[:-num_read])
             cache.attach(request_id, salt, known.ids[:-num_read])
         else:
             # The root and the token before any token to score are always computed, since their logits are needed.

@@ -44,7 +44,7 @@ class BlockStore(Protocol):
 
     block_size: int
 
-    def keys(self, salt: str, tokens: Sequence[int] | Slots) -> list[bytes]: ...
+    def keys(self, salt: str, tokens: Sequence[int] | Slots, known: Sequence[bytes] = ()) -> list[bytes]: ...
 
     def write(self, chain: Sequence[bytes], slots: Slots) -> bool: ...
 
@@ -84,7 +84,7 @@ class KVCache:
         self._committed: dict[str, Slots] = {}
         self._reserved: dict[str, Slots] = {}
         self.store: BlockStore | None = None
-        self._num_saved: dict[str, int] = {}  # blocks of running requests that were offered to the store
+        self._saved: dict[str, list[bytes]] = {}  # keys of blocks of running requests that were offered to the store
 
     @property
     def num_free(self) -> int:
@@ -178,17 +178,19 @@ class KVCache:
         if length < len(slots):
             self._committed[request_id] = slots[:length]
             self._free_slots(slots[max(length, num_shared) :])
-            if self.store is not None and request_id in self._num_saved:
-                self._num_saved[request_id] = min(self._num_saved[request_id], length // self.store.block_size)
+            if self.store is not None and request_id in self._saved:
+                del self._saved[request_id][length // self.store.block_size :]
             if length < num_shared:
                 self._shared[request_id] = replace(self._shared[request_id], num_tokens=length)
 
     def attach(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> int:
-        """Begin a request that has no slots with the longest cached prefix of its tokens, and return its length."""
+        """Begin a request that has no slots with the longest cached prefix of its tokens, and return its length.
+
+        What is to be read from the store has been restored before.
+        """
         assert not len(self.slots(request_id))
         if not self.keeps_prefixes or salt is None:
             return 0
-        self.restore(salt, tokens)
         node, slots = self._prefixes.match(salt, tokens)
         if len(slots):
             self._prefixes.lock(node)
@@ -216,8 +218,8 @@ class KVCache:
     def release(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
         """Free a request, as `free` does, but keep its committed tokens in the prefix cache."""
         self.share(request_id, salt, tokens)
-        if self.store is not None and salt is not None and (count := self._num_saved.get(request_id)):
-            self.store.use(self.store.keys(salt, tokens[: count * self.store.block_size]))
+        if self.store is not None and (saved := self._saved.get(request_id)):
+            self.store.use(saved)
         self.free(request_id)
 
     def save(self, request_id: str, salt: str | None, tokens: Sequence[int]) -> None:
@@ -229,15 +231,15 @@ class KVCache:
         store, slots = self.store, self.slots(request_id)
         if store is None or salt is None:
             return
-        size, first = store.block_size, self._num_saved.get(request_id, 0)
+        size, saved = store.block_size, self._saved.setdefault(request_id, [])
         count = min(len(slots), len(tokens)) // size
-        if count <= first:
+        if count <= len(saved):
             return
-        keys = store.keys(salt, tokens[: count * size])
-        for block in range(first, count):
+        keys = store.keys(salt, tokens[: count * size], saved)
+        for block in range(len(saved), count):
             if not store.write(keys[: block + 1], slots[block * size : (block + 1) * size]):
                 break
-            self._num_saved[request_id] = block + 1
+            saved.append(keys[block])
 
     def restore(self, salt: str | None, tokens: Sequence[int], most: int | None = None) -> tuple[int, bool]:
         """Read the blocks that follow the cached prefix of these tokens from the store into the prefix cache.
@@ -281,7 +283,7 @@ class KVCache:
         num_shared = shared.num_tokens if shared else 0
         self._free_slots(self._committed.pop(request_id, NO_SLOTS)[num_shared:])
         self._free_slots(self._reserved.pop(request_id, NO_SLOTS))
-        self._num_saved.pop(request_id, None)
+        self._saved.pop(request_id, None)
 
     def _free_slots(self, slots: Slots) -> None:
         end = self._num_free + len(slots)

@@ -53,10 +53,14 @@ class PrefixStore:
         text = json.dumps([dict(identity), layout, self.block_size], sort_keys=True)
         self._identity = hashlib.sha256(text.encode()).digest()
 
-    def keys(self, salt: str, tokens: Sequence[int] | npt.NDArray[np.int64]) -> list[bytes]:
-        """Return the keys of the whole blocks of a prefix."""
-        key = hashlib.sha256(self._identity + salt.encode("utf-8", "surrogatepass")).digest()
-        ids, keys = np.asarray(tokens, dtype="<i8"), []
+    def keys(
+        self, salt: str, tokens: Sequence[int] | npt.NDArray[np.int64], known: Sequence[bytes] = ()
+    ) -> list[bytes]:
+        """Return the keys of the whole blocks of a prefix, of which the first may be known."""
+        keys = [*known]
+        salted = self._identity + salt.encode("utf-8", "surrogatepass")
+        key = keys[-1] if keys else hashlib.sha256(salted).digest()
+        ids = np.asarray(tokens[len(keys) * self.block_size :], dtype="<i8")
         for start in range(0, len(ids) - self.block_size + 1, self.block_size):
             key = hashlib.sha256(key + ids[start : start + self.block_size].tobytes()).digest()
             keys.append(key)
