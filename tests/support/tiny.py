@@ -22,9 +22,10 @@ from specinfer.drafters import Drafter
 from specinfer.engine.engine import Engine
 from specinfer.engine.scheduler import Scheduler
 from specinfer.engine_args import EngineArgs
-from specinfer.model.attention import ATTENTION_NAME, register
+from specinfer.model.attention import register
 from specinfer.model.batch import Piece
 from specinfer.model.load import load_model
+from specinfer.model.past import PACKED
 from specinfer.model.runner import ModelRunner
 from specinfer.policy.base import FixedPolicy, SpeculationPolicy
 
@@ -349,7 +350,7 @@ def load_runner(folder: Path, num_slots: int = 2048, quantization: str | None = 
 def transformers_model(folder: Path) -> Any:
     """As transformers loads it, with tree attention: what a test may take apart and change."""
     register()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=PACKED)
     return model.eval().requires_grad_(False)
 
 

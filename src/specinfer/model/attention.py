@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from specinfer.model.batch import AttentionGroup, ForwardBatch
+from specinfer.model.past import PACKED, PACKED_WITH_PAST, PackedMask, register_masks
+from specinfer.model.reach import Reach
 from specinfer.ops import AttentionCall, attends, tree_ops
 from specinfer.ops.kv_types import rows_of
 
-ATTENTION_NAME = "specinfer"
 # Keywords that models pass on and that do not affect attention here.
 _HARMLESS = {
     "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "cache_position",
@@ -37,10 +38,11 @@ class AttentionFeatures(NamedTuple):
     sinks: Tensor | None = None  # [heads]
     key_bias: Tensor | None = None  # [heads, positions]
     value_scale: float = 1.0  # of stored values
+    reach: Reach | None = None  # in place of a window
 
     @property
     def is_plain(self) -> bool:
-        """True if nothing but the window differs from ordinary attention."""
+        """True if nothing but what a token sees differs from ordinary attention."""
         return self.softcap is None and self.sinks is None and self.key_bias is None
 
 
@@ -49,7 +51,7 @@ def tree_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: PackedMask | None,
     *,
     forward_batch: ForwardBatch | None = None,
     scaling: float | None = None,
@@ -66,7 +68,8 @@ def tree_attention(
         query: [1, heads, tokens, key_dim].
         key: [1, kv_heads, tokens, key_dim].
         value: [1, kv_heads, tokens, value_dim].
-        attention_mask: Always None, because `forward_batch` defines what a token sees.
+        attention_mask: What a definition chose for this kind of layer, and the batch. None if it is not asked:
+            `forward_batch` defines what a token sees.
         sliding_window: A token sees keys less than this many positions back.
         softcap: Scores become softcap * tanh(scores / softcap).
         s_aux: [heads] attention sinks: logits that take part in the softmax and have no value.
@@ -79,6 +82,8 @@ def tree_attention(
         UnsupportedAttentionError: The model asks for an attention feature not listed here. Ignoring it would be
             silently wrong. The probe at load raises it.
     """
+    if forward_batch is None and isinstance(attention_mask, PackedMask):
+        forward_batch = attention_mask.batch
     _check_features(module, forward_batch, attention_mask, unknown)
     assert forward_batch is not None
     assert dropout == 0.0
@@ -87,8 +92,11 @@ def tree_attention(
     forward_batch.windows[layer] = sliding_window
     store_new(forward_batch, layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    features = AttentionFeatures(scale, sliding_window, softcap, s_aux, key_bias)
-    return attend_stored(forward_batch, layer, query[0].transpose(0, 1), features).unsqueeze(0), None
+    # With a window, the mask is that window.
+    reach = None if attention_mask is None or sliding_window is not None else attention_mask.reach
+    features = AttentionFeatures(scale, sliding_window, softcap, s_aux, key_bias, reach=reach)
+    found = attend_stored(forward_batch, layer, query[0].transpose(0, 1), features)
+    return found.contiguous().unsqueeze(0), None  # some definitions view it as a matrix
 
 
 def store_new(batch: ForwardBatch, layer: int, key: Tensor, value: Tensor) -> None:
@@ -113,12 +121,15 @@ def attend_stored(batch: ForwardBatch, layer: int, query: Tensor, features: Atte
         [tokens, heads, value_dim].
     """
     keys, values, scales = batch.store.keys[layer], batch.store.values[layer], batch.store.scales[layer]
-    if features.is_plain and batch.native is not None and attends(keys, values):
+    if features.is_plain and features.reach is None and batch.native is not None and attends(keys, values):
         call = AttentionCall(keys, values, query.shape[1], features.scale, window=features.window, kv_scales=scales)
         return call.attend(batch.native, query.flatten(1).float()).to(query.dtype).view(query.shape)
     features = features._replace(scale=features.scale * scales.key, value_scale=scales.value)
     if batch.layout is not None:
-        return tree_ops.attend(query, keys, values, batch.layout, **features._asdict())
+        options = features._asdict()
+        if options.pop("reach") is not None:
+            raise UnsupportedAttentionError("chunks, which passes of fixed shapes do not know")
+        return tree_ops.attend(query, keys, values, batch.layout, **options)
     dtype = torch.float64 if batch.in_double else query.dtype
     result = None
     for group in batch.groups:
@@ -133,7 +144,7 @@ def attend_stored(batch: ForwardBatch, layer: int, query: Tensor, features: Atte
 
 
 def _check_features(
-    module: nn.Module, forward_batch: ForwardBatch | None, attention_mask: Tensor | None, unknown: dict[str, Any]
+    module: nn.Module, forward_batch: ForwardBatch | None, attention_mask: object, unknown: dict[str, Any]
 ) -> None:
     if unknown and (features := {k for k, v in unknown.items() if v is not None} - _HARMLESS):
         raise UnsupportedAttentionError(f"attention features not supported: {', '.join(sorted(features))}")
@@ -141,7 +152,7 @@ def _check_features(
         raise UnsupportedAttentionError("tokens that see later ones")
     if forward_batch is None:
         raise UnsupportedAttentionError("layers that do not hand keywords through to attention")
-    if attention_mask is not None:
+    if attention_mask is not None and not isinstance(attention_mask, PackedMask):
         raise UnsupportedAttentionError("a mask of the model's own")
 
 
@@ -158,7 +169,7 @@ def _attend(
     q = packed.unsqueeze(0) if group.is_whole else packed[group.rows]
     # Query heads of one KV head are stacked as extra rows, so that keys are never repeated.
     q = q.unflatten(2, (kv_heads, repeats)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    bias, q, k, v = group.bias(features.window, repeats, dtype), q.to(dtype), k.to(dtype), v.to(dtype)
+    bias, q, k, v = group.bias(features.window, repeats, dtype, features.reach), q.to(dtype), k.to(dtype), v.to(dtype)
     if features.is_plain:
         out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=features.scale)
     else:
@@ -191,6 +202,7 @@ def _attend_explicitly(
 
 
 def register() -> None:
-    """Register `attn_implementation="specinfer"` with transformers. Safe to call twice."""
-    # No mask function is registered under this name, so transformers builds no mask.
-    transformers.AttentionInterface.register(ATTENTION_NAME, tree_attention)
+    """Register the attention function and the masks of every way with transformers. Safe to call twice."""
+    for way in (PACKED, PACKED_WITH_PAST):
+        transformers.AttentionInterface.register(way, tree_attention)
+    register_masks()

@@ -20,6 +20,7 @@ from torch import Tensor
 from specinfer.core.draws import Ints
 from specinfer.core.tree import TokenTree
 from specinfer.model.kv_cache import NO_SLOTS, Slots
+from specinfer.model.reach import Reach
 from specinfer.model.recurrent import scan as scans
 from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.ops import AdapterRows, AdapterRuns, AdapterTable, FlatPieces, NativePieces
@@ -99,13 +100,15 @@ class AttentionGroup:
     out_rows: Tensor  # [rows] flat index into [requests * new] of each packed token of this group
     packed_rows: Tensor  # [rows] index into the packed tokens, matching out_rows
     is_whole: bool  # rows are all packed tokens in order, so no gather is needed
-    _biases: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
+    _biases: dict[tuple[int | None, int, torch.dtype, Reach | None], Tensor] = field(default_factory=dict)
 
-    def bias(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
+    def bias(self, window: int | None, repeats: int, dtype: torch.dtype, reach: Reach | None = None) -> Tensor:
         """Return the additive mask [requests, 1, repeats * new, context], made once per pass and shared by layers."""
-        key = (window, repeats, dtype)
+        key = (window, repeats, dtype, reach)
         if key not in self._biases:
             visible = self.visible
+            if reach is not None:
+                visible = visible & reach.visible(self.query_positions, self.key_positions)
             if window is not None:
                 distance = self.query_positions.unsqueeze(2) - self.key_positions.unsqueeze(1)
                 visible = visible & (distance < window)

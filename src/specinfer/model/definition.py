@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from specinfer.core.errors import ModelError, first_line
 from specinfer.hub.files import read_object
 from specinfer.hub.locate import TOKENIZER_FILE, TOKENIZERS
-from specinfer.model.attention import ATTENTION_NAME, register
+from specinfer.model.attention import register
 from specinfer.model.families import REPLACED
 from specinfer.model.gguf.folder import origin_of, weights_file
 from specinfer.model.offload.checkpoint import is_finite
 from specinfer.model.offload.shards import Shards, has_safetensors, has_usual_names
+from specinfer.model.past import OWN, PACKED
 from specinfer.model.recurrent.layers import FEED_FORWARD_TYPES, LAYER_TYPES, replace_layers
 
 logger = logging.getLogger(__name__)
@@ -125,27 +126,38 @@ def read_definition(
     folder: Path, config: Any, dtype: str | torch.dtype, state_dict: dict[str, Tensor] | None = None
 ) -> Any:
     """Return the family's definition with the folder's weights, or with those of `state_dict`."""
-    family = config.model_type
     _check_size(config, folder, state_dict)
+    family, weights = config.model_type, folder if state_dict is None else state_dict
     try:
-        model, info = _with_weights(
-            config,
-            folder if state_dict is None else state_dict,
-            dtype=dtype,
+        try:
             # Falcon and MPT do not use the attention interface; their replacements call our attention themselves.
-            attn_implementation="eager" if family in REPLACED else ATTENTION_NAME,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # such weights are refused below, by name
-        )
+            model, info = _checked(config, weights, dtype, OWN if family in REPLACED else PACKED)
+        except KeyError as error:  # from a table of attention classes
+            if error.args != (PACKED,):
+                raise
+            model, info = _checked(config, weights, dtype, OWN)
     except Exception as error:  # transformers raises many types for a folder that it cannot load
-        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # from a table of attention classes
-            raise ModelError(f"model: family {family!r} is not supported: its attention cannot be replaced") from error
         raise ModelError(f"model: {origin_of(folder)} ({family}) cannot be loaded: {first_line(error)}") from error
     _check_weights(model, info, origin_of(folder))
     if state_dict is not None and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     _fix_rotations(model)
     return REPLACED[family](model) if family in REPLACED else replace_layers(model)
+
+
+def _checked(
+    config: Any, weights: Path | dict[str, Tensor], dtype: str | torch.dtype, way: str
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return the definition that attends in this way, and what `_check_weights` reads."""
+    model, info = _with_weights(
+        config,
+        weights,
+        dtype=dtype,
+        attn_implementation=way,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # such weights are refused by name
+    )
+    return model, info
 
 
 def _fix_rotations(model: nn.Module) -> None:
@@ -171,7 +183,7 @@ def make_trunk(fields: Mapping[str, Any]) -> Any:
     try:
         config = transformers.AutoConfig.for_model(**fields)
         with quietly(), torch.device("meta"):
-            trunk = transformers.AutoModel.from_config(config, attn_implementation=ATTENTION_NAME)
+            trunk = transformers.AutoModel.from_config(config, attn_implementation=PACKED)
         trunk.rotary_emb = type(trunk.rotary_emb)(config=config)  # computed, not read from a checkpoint
     except Exception as error:  # each family raises its own exceptions
         raise ModelError(f"drafters: config.json of a drafter cannot be used: {first_line(error)}") from error
@@ -248,9 +260,11 @@ def quietly() -> Iterator[None]:
 def check_architecture(config: Any) -> None:
     if config.is_encoder_decoder or type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ModelError(f"model: {config.model_type!r} is not a decoder that generates text")
-    types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if types:
-        raise ModelError(f"model: {config.model_type!r} has layers not supported: {', '.join(sorted(types))}")
+
+
+def has_known_layers(config: Any) -> bool:
+    """Return whether every layer sees all before it, or the window that it hands to attention."""
+    return set(getattr(config.get_text_config(), "layer_types", None) or ()) <= _LAYER_TYPES
 
 
 def _check_size(config: Any, folder: Path, state_dict: dict[str, Tensor] | None) -> None:

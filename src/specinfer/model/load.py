@@ -34,6 +34,7 @@ from specinfer.model.offload.budget import release_freed_memory
 from specinfer.model.offload.meta_weights import LinearCut
 from specinfer.model.offload.shards import with_scales
 from specinfer.model.offload.streamed_layer import LayerStream
+from specinfer.model.own_pass import choose_way
 from specinfer.model.probe import probe
 from specinfer.model.quantized_experts import QuantizedExperts
 from specinfer.model.recurrent.layers import check_stages
@@ -141,6 +142,8 @@ TRANSFORMS = (
         lambda model, job: quantize_linears(model, job.quantization, job.config, job.device, native=job.native),
     ),
     Transform("device", lambda job, fuses: True, lambda model, job: model.eval().to(job.device)),
+    # Needs all weights, where they are computed with.
+    Transform("way", lambda job, fuses: True, lambda model, job: choose_way(model, job.config, job.device, job.layers)),
     # Needs plain layers on a CPU; packs their weights for native kernels.
     Transform("packing", lambda job, fuses: job.native and not fuses, lambda model, job: pack_linears(model)),
 )

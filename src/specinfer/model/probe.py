@@ -14,10 +14,11 @@ from specinfer.model.attention import UnsupportedAttentionError
 from specinfer.model.batch import Piece, pack
 from specinfer.model.context_length import max_position_of
 from specinfer.model.definition import shared_layers
-from specinfer.model.forward import forward
+from specinfer.model.forward import attends_by_itself, forward
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.kv_tensors import LayerShape
 from specinfer.model.layers.check import Reference, Verdict, judge, recording
+from specinfer.model.past import PACKED, way_of
 from specinfer.model.recurrent.layers import num_stored, stores
 from specinfer.model.recurrent.states import RecurrentStates
 from specinfer.model.sharding.stage import check_stage, random_hidden
@@ -27,6 +28,7 @@ from specinfer.ops.kv_types import NO_SCALES
 _FIRST_COMMON, _APART = 261, 37
 # With gaps, so that few tokens cover long distances; positions around a sliding window's end are added.
 _POSITIONS = (0, 1, 2, 3, 4, 5, 6, 30, 31, 100, 250)
+BYPASSED = "do not call the attention interface of transformers"  # part of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,10 @@ class _ProbeStore:
         self.num_calls[layer] += 1
         self.keys[layer], self.values[layer] = key.contiguous(), value.contiguous()
 
+    def cut(self, count: int) -> None:
+        """Forget the places after the first of them."""
+        del self.keys[count:], self.values[count:], self.num_calls[count:]
+
 
 def probe(
     model: nn.Module, config: Any, device: torch.device, layers: range | None = None, *, records: bool = False
@@ -86,6 +92,8 @@ def probe(
     layers = layers or range(config.get_text_config().num_hidden_layers)
     piece = _piece(config)
     count = num_stored(config, len(layers))
+    if is_own := not records and attends_by_itself(model):  # indexers of keys store beside attention
+        count = 2 * len(layers)
     store, spare = _ProbeStore(count), _ProbeStore(count)
     # Without native kernels, because their results are compared with this pass.
     batch, recorded = (pack([piece], each, device, native=False) for each in (store, spare))
@@ -106,13 +114,15 @@ def probe(
         raise ModelError(
             f"model: family {family!r} is not supported: it does not run with tree attention ({first_line(error)})"
         ) from error
-    calls = enumerate(store.num_calls)
+    if is_own and not any(store.num_calls[len(layers) :]):
+        store.cut(len(layers))
+    calls = enumerate(store.num_calls[: len(layers)] if is_own else store.num_calls)
     if silent := [layer for layer, num_calls in calls if num_calls != stores(config, layers.start + layer)]:
         raise ModelError(
             f"model: family {family!r} is not supported: layers {_ranges(silent)} of {len(store.num_calls)} "
-            "do not call the attention interface of transformers once a pass"
+            f"{BYPASSED} once a pass"
         )
-    if _has_window(config, layers) and set(batch.windows.values()) == {None}:
+    if way_of(model) == PACKED and _has_window(config, layers) and set(batch.windows.values()) == {None}:
         raise ModelError(
             f"model: family {family!r} is not supported with a sliding window: it does not hand the window to attention"
         )

@@ -24,6 +24,7 @@ from specinfer.model.offload.shards import Source, parts_of
 from specinfer.model.offload.stream import Stream
 from specinfer.model.offload.streamed_layer import LayerStream, StreamedLayer
 from specinfer.model.offload.transfer import CudaTransfer
+from specinfer.model.own_pass import choose_way
 from specinfer.model.probe import Probe, probe
 from specinfer.model.quantized_experts import QuantizedExperts
 from specinfer.model.recurrent.layers import weights_in_memory
@@ -95,6 +96,7 @@ def _probe(model: Any, checkpoint: Checkpoint, job: LoadConfig) -> tuple[Probe, 
     kinds = place_stored(model, checkpoint, is_placed=lambda layer: layer is None)
     model.eval().to(job.device)
     with checkpoint.filled_in_turn(model, job.device):
+        choose_way(model, job.config, job.device, job.layers)
         return probe(model, job.config, job.device, job.layers, records=job.may_fuse(model)), kinds
 
 

@@ -11,13 +11,15 @@ from specinfer.core.errors import first_line
 from specinfer.core.progress import ProgressCallback
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import Piece, pack
-from specinfer.model.forward import forward
+from specinfer.model.forward import attends_by_itself, forward
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.graph_runner import GraphRunner
 from specinfer.model.graphs.sizes import MAX_ROWS, MAX_STATES, REQUESTS, at_least, loaded_sizes
+from specinfer.model.heads.head import FeatureHead
 from specinfer.model.kv_cache import NO_SLOTS
 from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.layers.check import Verdict, Widened, judge_pass
+from specinfer.model.layers.device import Decoder
 from specinfer.model.load import LoadedModel
 from specinfer.model.probe import common_tokens
 from specinfer.model.recurrent.layers import largest_state_bytes
@@ -86,6 +88,8 @@ def captured_bytes(loaded: LoadedModel, max_requests: int) -> int:
 def _why_never_captured(loaded: LoadedModel) -> str | None:
     if loaded.stream is not None:
         return "its layers are streamed"
+    if not isinstance(loaded.model, Decoder | FeatureHead) and attends_by_itself(loaded.model):
+        return "its definition attends by itself"
     return None
 
 

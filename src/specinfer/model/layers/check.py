@@ -79,8 +79,15 @@ class Verdict:
         )
 
 
+# Functions that refuse float32 inputs with weights of another type.
+_NOT_MIXED = {
+    functional.layer_norm, functional.rms_norm, functional.conv1d, torch.matmul, torch.bmm, torch.baddbmm,
+    Tensor.matmul, Tensor.__matmul__, Tensor.bmm, Tensor.baddbmm,
+}  # fmt: skip
+
+
 class Widened(TorchFunctionMode):
-    """A mode that computes embeddings in float32, and linear layers with float32 inputs, for weights of any type.
+    """A mode that computes embeddings in float32, and what has float32 inputs, for weights of any type.
 
     So a definition's passes compute in float32.
 
@@ -99,9 +106,19 @@ class Widened(TorchFunctionMode):
             result = args[0] if any(one is self.keeps for one in options) else None
         if func is functional.linear and args[0].dtype == torch.float32:
             result = _linear(*args, **(kwargs or {}))
+        if func in _NOT_MIXED and _has_float32((*args, *options)):
+            args, kwargs = tuple(map(_wide, args)), {name: _wide(value) for name, value in (kwargs or {}).items()}
         if result is None:
             result = func(*args, **(kwargs or {}))
         return result.float() if func is functional.embedding else result
+
+
+def _has_float32(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.dtype == torch.float32 for value in values)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _is_hidden(x: Tensor) -> bool:
