@@ -292,6 +292,26 @@ def test_a_file_is_served_and_gone_on_with(model: str, tmp_path: Path) -> None:
     assert choices == records[6]["response"]["body"]["choices"]
 
 
+def test_a_hostile_line_is_refused_by_its_field_and_the_run_goes_on(model: str, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = {
+        completion("surrogate", prompt="\ud800"): "a text is not valid Unicode (a lone surrogate)",
+        completion("nan", temperature=float("nan")): "NaN is not a JSON number",
+        completion("deep", prompt=0).replace(b": 0,", b": " + b"[" * 50_000 + b"]" * 50_000 + b",", 1): "too deeply",
+        completion("digits", max_tokens=7).replace(b"7", b"7" * 5000): "Exceeds the limit",
+        completion("long", prompt="a" * 3_000_000): "maximum context length",
+        completion("many", n=10**6): "n must be from 1 to 128",
+        b"[" * 100_000 + b"\n": "nested too deeply",
+        b"\xff\xfe\n": "not valid JSON",
+    }
+    source.write_bytes(b"".join([*lines, completion("last")]))
+    invoke("-i", str(source), "-o", str(output), model, "--served-model-name", "tiny", code=1)
+    *refused, last = [json.loads(line) for line in output.read_text().splitlines()]
+    for record, part in zip(refused, lines.values(), strict=True):
+        assert part in record["error"]["message"]
+    assert (last["custom_id"], last["error"]) == ("last", None)
+
+
 def test_standard_streams_are_files_too(model: str) -> None:
     result = invoke("-i", "-", "-o", "-", model, "--drafter", "none", stdin=completion("a", model=model) + b"\n")
     (line,) = result.stdout.splitlines()

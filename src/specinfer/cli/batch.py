@@ -1,6 +1,7 @@
 """The command run-batch: serves a file of requests through the server's application, without a socket."""
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,17 +105,18 @@ async def _serve(
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=None) as client:
 
             async def post(url: str, body: Body) -> BatchResponse:
-                response = await client.post(url, json=body)
+                content = json.dumps(body).encode()  # also lone surrogates and NaN, which the server refuses by field
+                response = await client.post(url, content=content, headers={"content-type": "application/json"})
                 if response.status_code >= 500:
                     try:
                         await engine.check_health()
                     except EngineDeadError as error:
                         raise ServerGoneError(str(error)) from error
                 try:
-                    content = response.json()
+                    result = response.json()
                 except ValueError:
-                    content = response.text
-                return BatchResponse(response.status_code, response.headers.get("x-request-id", ""), content)
+                    result = response.text
+                return BatchResponse(response.status_code, response.headers.get("x-request-id", ""), result)
 
             try:
                 return await run_lines(
