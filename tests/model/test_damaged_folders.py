@@ -189,6 +189,15 @@ CASES: dict[str, Case] = {
     "a damaged generation config": Case(
         r"generation_config\.json is damaged", text("generation_config.json", '{"eos_token_id":[0,26')
     ),
+    **{
+        f"{name} {value!r:.20}": Case(message, config(**{name: value}))
+        for name, value, message in (
+            ("architectures", ["a" * 10**5], r"not a decoder that generates text \(a{200}\)"),
+            ("quantization_config", {"quant_method": []}, "quantized already"),
+            ("quantization_config", {"quant_method": "a" * 10**5}, "quantized already.{,200}$"),
+        )
+    },
+    "a long name in a damaged header": Case(r"is damaged \(.{,300}\); fetch", header({"a" * 10**5: 3})),
     "a deep generation config": Case(r"generation_config\.json is", text("generation_config.json", "[" * 9**5)),
     "a deep config": Case(r"config\.json is damaged", text("config.json", '{"a":' * 10**5)),
     **{
@@ -219,6 +228,11 @@ def test_a_folder_that_cannot_be_used_is_refused_by_its_fault(name: str, folder:
     message = case.message.replace(_IN_FOLDER, str(folder))
     with pytest.raises(ModelError, match=f"(?s){message}"):
         load_model(find_folder(folder), case.dtype, torch.device("cpu"))
+
+
+def test_architectures_that_are_no_list_are_not_read(folder: Path) -> None:
+    config(architectures=2**31)(folder)
+    assert find_folder(folder) == folder
 
 
 @pytest.mark.parametrize("written", DAMAGED_INDEX)

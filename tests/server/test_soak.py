@@ -5,6 +5,7 @@ import pytest
 from tests.server.pressure.attack import attack
 from tests.server.pressure.crowd import DESCRIPTORS, press
 from tests.server.pressure.soak import soak
+from tests.server.pressure.steady import TOGETHER, attack_in_turn, table
 from worlds import free_port
 
 
@@ -41,3 +42,18 @@ def test_honest_clients_are_served_as_before_beside_hostile_ones_and_memory_stay
     assert report.ratio < 2.0, "1.3 on a machine without other work"
     assert report.growth() < 15.0, "in MiB a minute; less in longer runs"
     assert max(report.reader_mib) < 1024, "360 while one long text is tokenized; it must not add up"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_steady_attack_reports_an_honest_keys_times_and_loses_no_answer() -> None:
+    reports = attack_in_turn("demo", 40.0, ["logprobs", TOGETHER], port=free_port())
+    for report in reports.values():
+        assert not report.wrong
+        assert not report.failed
+        assert report.quiet
+        assert report.attacked
+        assert len(report.attacked_gaps) >= 10
+    lines = table(reports)
+    assert [line[:16].strip() for line in lines[2:]] == ["logprobs", TOGETHER]
+    assert all(len(line) <= 80 for line in lines)

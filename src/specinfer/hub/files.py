@@ -149,16 +149,17 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
             return "config.json is damaged; fetch the model again"
         return _unfinished(files) or "it has no config.json; it is not a Hugging Face model folder"
     settings = quantization_settings(config)
-    if settings is not None and settings.get("quant_method") not in READ_METHODS:
+    if settings is not None and str(settings.get("quant_method")) not in READ_METHODS:
         return already_quantized(settings)
-    architectures = [str(name) for name in config.get("architectures") or ()]
+    architectures = _architectures(config)
     if (head := head_format(config)) is not None:
         if head not in SUPPORTED_HEADS:
             return f"it is a drafter that reads hidden states of its target ({head}); these are not supported yet"
         has_weights = any(name.endswith(".safetensors") or name == PICKLE for name in files)
         return None if has_weights else f"it has neither model.safetensors nor {PICKLE}"
     if config.get("is_encoder_decoder") or (architectures and not any(map(_generates, architectures))):
-        return f"it is not a decoder that generates text ({', '.join(architectures) or config.get('model_type')})"
+        kind = ", ".join(architectures) or str(config.get("model_type"))
+        return f"it is not a decoder that generates text ({kind:.200})"
     if may_be_eagle(config) and PICKLE in files:
         return None
     if not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in files):
@@ -170,6 +171,11 @@ def refusal(names: Iterable[str], config: Mapping[str, Any] | None, adapter: Map
     return None
 
 
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    names = config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
 def _unfinished(names: Iterable[str]) -> str | None:
     file = next((name for name in sorted(names) if name.endswith(_PARTIAL)), None)
     return None if file is None else f"{file} is an unfinished download; finish it, or fetch the model again"
@@ -179,7 +185,7 @@ def head_format(config: Mapping[str, Any]) -> str | None:
     """Return the format of a drafter that reads hidden states of its target, or None for any other model."""
     if "draft_vocab_size" in config and "speculators_model_type" not in config:
         return "EAGLE-3"
-    names = [*(config.get("architectures") or ()), config.get("speculators_model_type"), config.get("model_type")]
+    names = [*_architectures(config), config.get("speculators_model_type"), config.get("model_type")]
     kind = " ".join(map(str, names)).lower()
     return next((name for name, head in HEADS.items() if any(word in kind for word in head.words)), None)
 
@@ -204,7 +210,7 @@ def may_be_eagle(config: Mapping[str, Any]) -> bool:
 
 def already_quantized(settings: Mapping[str, Any], field: str | None = None) -> str:
     """Return why a checkpoint with this quantization_config is refused; `field` is the part that is not read."""
-    method = str(settings.get("quant_method") or settings.get("quant_algo") or "method not named")
+    method = str(settings.get("quant_method") or settings.get("quant_algo") or "method not named")[:60]
     where = f" ({field})" if field else ""
     return (
         f"its weights are quantized already ({_METHODS.get(method, method)}) in a way that is not read{where}; use the "

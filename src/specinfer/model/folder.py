@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specinfer.core.errors import ModelError, WeightsError
+from specinfer.core.errors import ModelError, WeightsError, first_line
 from specinfer.core.sampling import SamplingParams
 from specinfer.hub.files import fault_of, gguf_parts, is_gguf
 from specinfer.hub.locate import locate
@@ -166,4 +166,4 @@ def _check_files(folder: Path) -> None:
             with safe_open(file, framework="pt") as tensors:
                 tensors.keys()
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"model: {file} is damaged ({error}); fetch the model again") from error
+            raise ModelError(f"model: {file} is damaged ({first_line(error)}); fetch the model again") from error

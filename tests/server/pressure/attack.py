@@ -9,13 +9,15 @@ not count as what they cost the server.
 """
 
 import asyncio
+import functools
+import itertools
 import multiprocessing
 import os
 import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +38,9 @@ _SETTLED = 0.5  # seconds until the hostile requests of a round are there, or go
 _OPTIONS = ("--kv-cache-memory-bytes", "50M")
 _READERS = {"specinfer.inputs.text_reader", "specinfer.core.grammar.trial"}  # modules run as processes
 _HONEST = ("honest-key-1", "honest-key-2")
+_MIXTURE = (
+    "bombs", "long_prompts", "many_outputs", "texts_to_read", "slow_reader", "leaver", "silent", "malformed",
+)  # fmt: skip
 _SCHEMAS = [BOMBS[name] for name in ("patterns of one string", "3,000 optional properties", "references in a circle")]
 _PROMPTS = ("def main(", "import os\n", "class Stack:\n", "for i in ", "# numbers\n", "def read(self, size):", "x = ")
 
@@ -46,6 +51,8 @@ class Report:
 
     quiet: list[float] = field(default_factory=list)  # to the first token
     attacked: list[float] = field(default_factory=list)
+    quiet_gaps: list[float] = field(default_factory=list)  # between the events of a stream
+    attacked_gaps: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     statuses: dict[str, int] = field(default_factory=dict)  # of the hostile clients' requests
@@ -96,9 +103,12 @@ class Report:
 
 
 class Honest:
-    """Two honest clients of one server, and its memory."""
+    """Honest clients of one server, one for each key, and its memory."""
 
-    def __init__(self, port: int, pid: int, seed: int) -> None:
+    def __init__(
+        self, port: int, pid: int, seed: int, keys: Sequence[str] = _HONEST, num_rounds: int = _ROUNDS
+    ) -> None:
+        self._keys, self._num_rounds = keys, num_rounds
         self._url = f"http://127.0.0.1:{port}"
         self._server, self._random = psutil.Process(pid), random.Random(seed)
         self._expected: dict[str, str] = {}
@@ -108,47 +118,49 @@ class Honest:
         """Measure for this time in all; `is_attacked`, a multiprocessing event, is set by turns."""
         async with httpx.AsyncClient(base_url=self._url, timeout=120) as self._client:
             for prompt in _PROMPTS:
-                _, self._expected[prompt] = await self._ask(_HONEST[0], prompt)
+                _, self._expected[prompt] = await self._ask(self._keys[0], prompt)
             watching = asyncio.create_task(self._watch(seconds / 200))
-            for _ in range(_ROUNDS):
-                await self._honest(seconds / (4 * _ROUNDS), self.report.quiet)
+            for _ in range(self._num_rounds):
+                part = seconds / (4 * self._num_rounds)
+                await self._honest(part, self.report.quiet, self.report.quiet_gaps)
                 is_attacked.set()
                 await asyncio.sleep(_SETTLED)
-                await self._honest(3 * seconds / (4 * _ROUNDS), self.report.attacked)
+                await self._honest(3 * part, self.report.attacked, self.report.attacked_gaps)
                 is_attacked.clear()
                 await asyncio.sleep(_SETTLED)
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
         return self.report
 
-    async def _honest(self, seconds: float, times: list[float]) -> None:
+    async def _honest(self, seconds: float, firsts: list[float], gaps: list[float]) -> None:
         end = time.monotonic() + seconds
 
         async def client(key: str) -> None:
             while time.monotonic() < end and len(self.report.failed) < 20:
                 prompt = self._random.choice(_PROMPTS)
                 try:
-                    first, text = await self._ask(key, prompt)
+                    times, text = await self._ask(key, prompt)
                 except (httpx.HTTPError, AssertionError, ValueError) as error:
                     self.report.failed.append(f"{type(error).__name__}: {error}")
                     continue
-                times.append(first)
+                firsts.append(times[0])
+                gaps.extend(end - start for start, end in itertools.pairwise(times))
                 if text != self._expected[prompt]:
                     self.report.wrong.append(f"{prompt!r}: {text!r} instead of {self._expected[prompt]!r}")
                 await asyncio.sleep(self._random.uniform(0.1, 0.4))
 
-        await asyncio.gather(*map(client, _HONEST))
+        await asyncio.gather(*map(client, self._keys))
 
-    async def _ask(self, key: str, prompt: str) -> tuple[float, str]:
-        """The seconds to the first token of a seeded stream, and its text."""
+    async def _ask(self, key: str, prompt: str) -> tuple[list[float], str]:
+        """The seconds from the start to each event of a seeded stream, and its text."""
         body = {"prompt": prompt, "max_tokens": 32, "temperature": 0.8, "seed": 5, "stream": True}
-        start, first, text = time.monotonic(), 0.0, ""
-        async with self._client.stream("POST", TEXT, json=body, headers=_bearer(key)) as response:
+        start, times, text = time.monotonic(), list[float](), ""
+        async with self._client.stream("POST", TEXT, json=body, headers=bearer(key)) as response:
             assert response.status_code == 200, (await response.aread()).decode()
             async for event in events_of(response):
-                first = first or time.monotonic() - start
+                times.append(time.monotonic() - start)
                 text += event["choices"][0]["text"] if event["choices"] else ""
-        return first, text
+        return times, text
 
     async def _watch(self, every: float) -> None:
         start = time.monotonic()
@@ -163,25 +175,26 @@ class Honest:
             await asyncio.sleep(every)
 
 
-class Hostile:
-    """Eight hostile clients of one server, each with a key of its own."""
+Attack = tuple[str, Callable[[random.Random], Body], bool]  # path, body, and whether its answer is read
+Arm = str | tuple[str, Attack]  # a method of `Hostile`, or a request with its name
 
-    def __init__(self, port: int, seed: int) -> None:
+
+class Hostile:
+    """Hostile clients of one server: one for each arm, which take the keys in turn."""
+
+    def __init__(self, port: int, seed: int, keys: Sequence[str], arms: Sequence[Arm]) -> None:
         self._port, self._url = port, f"http://127.0.0.1:{port}"
         self._random = random.Random(seed)
+        self._keys, self._arms = keys, arms
 
     async def run(self, is_attacked: Any, is_over: Any) -> dict[str, int]:
         """Attack whenever one event is set, until the other one is; return how often each arm got which status."""
         counts: Counter[str] = Counter()
-        arms = (
-            *(self._bombs, self._long_prompts, self._many_outputs, self._texts_to_read),
-            *(self._slow_reader, self._leaver, self._silent, self._malformed),
-        )
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as self._client:
             while not is_over.is_set():
                 await _until(lambda: is_attacked.is_set() or is_over.is_set())
-                tasks = [asyncio.create_task(self._repeat(arm, i, counts)) for i, arm in enumerate(arms)]
+                tasks = [asyncio.create_task(self._repeat(arm, i, counts)) for i, arm in enumerate(self._arms)]
                 await _until(lambda: not is_attacked.is_set())
                 pending = set(tasks)
                 while pending:  # a task that is in the middle of a timeout can miss being cancelled
@@ -190,13 +203,25 @@ class Hostile:
                     _, pending = await asyncio.wait(pending, timeout=0.5)
         return dict(counts)
 
-    async def _repeat(self, arm: Any, i: int, counts: Counter[str]) -> None:
+    async def _repeat(self, arm: Arm, i: int, counts: Counter[str]) -> None:
+        name = arm if isinstance(arm, str) else arm[0]
+        act = getattr(self, f"_{arm}") if isinstance(arm, str) else functools.partial(self._send, arm[1])
+        headers = bearer(self._keys[i % len(self._keys)])
         while True:
             try:
-                counts[f"{arm.__name__[1:]} {await arm(_bearer(f'hostile-key-{i}'))}"] += 1
+                counts[f"{name} {await act(headers)}"] += 1
             except (OSError, httpx.HTTPError) as error:
-                counts[f"{arm.__name__[1:]} {type(error).__name__}"] += 1
+                counts[f"{name} {type(error).__name__}"] += 1
             await asyncio.sleep(0.01)
+
+    async def _send(self, attack: Attack, headers: dict[str, str]) -> int:
+        path, body, is_read = attack
+        async with self._client.stream("POST", path, json=body(self._random), headers=headers) as response:
+            if is_read:
+                await response.aread()
+            else:
+                await asyncio.sleep(2.0)
+        return response.status_code
 
     async def _post(self, path: str, body: Body, headers: dict[str, str]) -> int:
         return (await self._client.post(path, json=body, headers=headers)).status_code
@@ -265,31 +290,39 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
-def _attack(port: int, seed: int, is_attacked: Any, is_over: Any, counts: Any) -> None:
+def _attack(hostile: Hostile, is_attacked: Any, is_over: Any, counts: Any) -> None:
     """The hostile clients' process."""
     os.nice(19)
-    counts.put(asyncio.run(Hostile(port, seed).run(is_attacked, is_over)))
+    counts.put(asyncio.run(hostile.run(is_attacked, is_over)))
 
 
-def _bearer(key: str) -> dict[str, str]:
+def measure(honest: Honest, hostile: Hostile, seconds: float) -> Report:
+    """Measure honest clients without and with hostile ones, in turns."""
+    is_attacked, is_over, counts = multiprocessing.Event(), multiprocessing.Event(), multiprocessing.SimpleQueue()
+    process = multiprocessing.Process(target=_attack, args=(hostile, is_attacked, is_over, counts))
+    process.start()
+    try:
+        report = asyncio.run(honest.run(seconds, is_attacked))
+    finally:
+        is_over.set()
+    report.statuses = counts.get()
+    process.join()
+    return report
+
+
+def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
 def attack(seconds: float, *, port: int, seed: int = 0) -> Report:
     """All of it: the keys, the server, the clients."""
-    is_attacked, is_over, counts = multiprocessing.Event(), multiprocessing.Event(), multiprocessing.SimpleQueue()
-    hostile_clients = multiprocessing.Process(target=_attack, args=(port, seed, is_attacked, is_over, counts))
     with TemporaryDirectory() as name:
         keys, log = Path(name) / "keys", Path(name) / "log"
-        hostile = [f"hostile-key-{i} generate name=hostile-{i} {_LIMITS}" for i in range(8)]
-        keys.write_text("\n".join([*_HONEST, *hostile]) + "\n")
-        with (
-            serving("demo", *_OPTIONS, "--api-key-file", str(keys), port=port, log=log) as server,
-        ):
-            hostile_clients.start()
-            report = asyncio.run(Honest(port, server.process.pid, seed).run(seconds, is_attacked))
-            is_over.set()
-            report.statuses = counts.get()
-            hostile_clients.join()
+        hostile = [f"hostile-key-{i}" for i in range(len(_MIXTURE))]
+        limited = [f"{key} generate name={key} {_LIMITS}" for key in hostile]
+        keys.write_text("\n".join([*_HONEST, *limited]) + "\n")
+        with serving("demo", *_OPTIONS, "--api-key-file", str(keys), port=port, log=log) as server:
+            honest = Honest(port, server.process.pid, seed)
+            report = measure(honest, Hostile(port, seed, hostile, _MIXTURE), seconds)
         report.log_bytes = log.stat().st_size
     return report
