@@ -173,3 +173,13 @@ def test_text_that_is_forced_without_end_is_cut() -> None:
     grammar = COMPILER.compile(StructuredOutputsParams(regex="a{3000}"))
     (found,) = continuations(grammar, Style(b""), b"")
     assert len(found.tokens) <= 160
+
+
+def test_what_is_legal_on_the_way_of_forced_text_is_not_computed() -> None:
+    choices = StructuredOutputsParams(choice=["the cat is in the hat", "the cat is in the end"])
+    grammar, path = COMPILER.compile(choices), TOKENIZER.encode("the cat is in the")
+    ahead = grammar.bits_ahead(path)
+    assert list(grammar._bits) == [tuple(path)]
+    assert ahead.any()
+    assert (ahead == COMPILER.compile(choices).bits(path)).all()
+    assert not grammar.bits_ahead([*TOKENIZER.encode("the"), EOS]).any()

@@ -75,7 +75,7 @@ def _choices(
     path = names.tokens_of(text)
     if forced := grammar.forced_bytes(path):
         return [(forced[: _MAX_BYTES - len(text)], 1.0)]
-    nexts, known = names.next_texts(grammar.bits(path)), before + text
+    nexts, known = names.next_texts(grammar.bits_ahead(path)), before + text
     solid = [each for each in nexts if each not in _BLANK]
     is_blank = len(solid) < len(nexts) and (b"\n" in nexts or known[-1:] in _BLANK)
     if not is_blank:  # a space, if any, is part of the text

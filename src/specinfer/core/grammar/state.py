@@ -133,6 +133,18 @@ class Grammar:
             return np.full_like(self._none, 255)
         return self._bits[path]
 
+    def bits_ahead(self, path: Sequence[int]) -> Bits:
+        """Return `bits` of a path of text that is legal, without looking at the tokens on the way, which takes time."""
+        path = tuple(path)
+        if self._has_ended or path in self._bits:
+            return self.bits(path)
+        with self._timed(is_guess=True):
+            is_legal = not self.is_lost and self._may_guess and self._go(path)
+        if not is_legal:
+            return self._none
+        self._note(path)
+        return self._bits[path]
+
     def forced_bytes(self, path: Sequence[int]) -> bytes:
         """Return the bytes that must follow the output and a path of proposed tokens, none if that is unknown."""
         if self._has_ended or self.is_lost or not self._may_guess:
@@ -167,6 +179,10 @@ class Grammar:
         if path and path[-1] in self._eos_token_ids:
             self._ends.add(path)
             return
+        self._note(path)
+
+    def _note(self, path: tuple[int, ...]) -> None:
+        """Compute the legal tokens after a legal path."""
         legal = self._compute(path)
         if legal is None:
             self._bits[path] = self._none
