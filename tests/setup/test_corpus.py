@@ -10,7 +10,8 @@ from specinfer import LLM, SamplingParams
 from specinfer.core.errors import ModelError
 from specinfer.drafters.lookup import corpus as corpus_file
 from specinfer.setup import corpus
-from specinfer.setup.corpus import CorpusReport, build_corpus
+from specinfer.setup.corpus import CorpusReport, build_corpus, open_corpus
+from specinfer.setup.model_names import named_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
@@ -41,6 +42,26 @@ def test_texts_are_found_and_all_else_is_skipped(model: Path, tmp_path: Path, mo
     alone = _build([tmp_path / "texts/a.txt"], model, tmp_path / "alone")
     assert (alone.num_files, alone.num_skipped) == (1, 0)
     assert _build([tmp_path / "texts"], model, tmp_path / "out", alone.num_tokens).num_left == 1
+
+
+def test_lists_of_tokens_are_taken_as_they_are(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.tokens").write_text("[1, 2, 3]\n[]\n[4, 5]\n[6, 7, 8]\n")
+    (tmp_path / "b.txt").write_text("the station in the rain")
+    report = _build([tmp_path / "a.tokens"], model, tmp_path / "out", 6)
+    assert (report.num_files, report.num_tokens) == (1, 5), "lists beyond the limit are left out"
+    assert _build([tmp_path], model, tmp_path / "out").num_files == 2
+    tokenizer = named_tokenizer(str(model))
+    found = open_corpus(tmp_path / "out", tokenizer, len(tokenizer))
+    assert found is not None
+    assert found.num_tokens > 8
+
+
+@pytest.mark.parametrize("line", ["[1, 2", "[1, -1]", "[1000000]", "[1.0]", "[true]", "{}", "[" * 100_000, '["1"]'])
+def test_a_line_that_is_no_list_of_tokens_is_named(line: str, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a.tokens"
+    file.write_text(f"[1, 2]\n{line}\n")
+    with pytest.raises(ValueError, match=r"^path: line 2 of .*a\.tokens is no JSON list of token ids from 0 to \d+"):
+        _build([file], model, tmp_path / "out")
 
 
 def test_paths_without_text_are_refused(model: Path, tmp_path: Path) -> None:

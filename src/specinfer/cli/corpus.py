@@ -17,7 +17,14 @@ USUAL_TOKENS = 20_000_000
 
 
 def build(
-    path: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files and folders of code or documents.")],
+    path: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH...",
+            help="Files and folders of code or documents; a file that ends in .tokens has a JSON list of the target's "
+            "token ids in each line.",
+        ),
+    ],
     *,
     model: Annotated[str, flag("Corpus", f"The target, for its tokenizer. {MODEL_HELP}", metavar="MODEL")],
     out: Annotated[str, flag("Corpus", "File to write, for --suffix-corpus.", metavar="FILE")],

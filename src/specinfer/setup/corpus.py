@@ -17,6 +17,8 @@ from specinfer.setup.model_names import named_tokenizer
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "venv"})  # and hidden ones
 _MAX_BYTES = 2 << 20  # of a file: larger ones are mostly data
 _AT_ONCE = 64  # files that are read into tokens together
+TOKEN_FILE = ".tokens"  # end of the name of a file that has tokens in place of text: a JSON list of ids in each line
+_MAX_LINE = 64 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,19 @@ def build_corpus(
     except ModelError as error:
         raise ModelError(f"model: {str(error).removeprefix('tokenizer: ').removeprefix('model: ')}") from error
     texts, known = list[list[int]](), set[bytes]()
-    num_tokens = num_skipped = num_left = 0
+    num_tokens = num_skipped = num_left = num_files = 0
+    num_ids = len(tokenizer)
     for start in range(0, len(files), _AT_ONCE):
         progress("files", start, len(files))
         batch = []
         for file in files[start : start + _AT_ONCE]:
+            if file.name.endswith(TOKEN_FILE):
+                added = list(_token_lists(file, num_ids, max_tokens - num_tokens))
+                num_tokens += sum(map(len, added))
+                num_files += bool(added)
+                num_left += not added
+                texts += added
+                continue
             text = _read_text(file)
             digest = hashlib.sha256((text or "").encode()).digest()
             if text is None or digest in known:
@@ -92,6 +102,7 @@ def build_corpus(
                 num_left += 1
             elif ids:
                 num_tokens += len(ids)
+                num_files += 1
                 texts.append(ids)
     progress("files", len(files), len(files))
     if num_left and not texts:
@@ -99,7 +110,7 @@ def build_corpus(
     if not texts:
         raise ValueError(f"path: no text in {', '.join(map(str, paths))}; name files or folders of code or documents")
     write_corpus(out, texts, fingerprint(tokenizer), model)
-    return CorpusReport(len(texts), num_tokens, num_skipped, num_left)
+    return CorpusReport(num_files, num_tokens, num_skipped, num_left)
 
 
 def _files(name: str | Path) -> Iterator[Path]:
@@ -128,3 +139,27 @@ def _read_text(file: Path) -> str | None:
         return None if not data.strip() or b"\0" in data else data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def _token_lists(file: Path, num_ids: int, most: int) -> Iterator[list[int]]:
+    """Yield the lists of token ids of a file, as far as they have no more tokens than this together.
+
+    Raises:
+        ValueError: A line is no list of ids of the model; the message names the line.
+    """
+    with file.open("rb") as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(_MAX_LINE), b""), start=1):
+            try:
+                ids = json.loads(line)
+            except (ValueError, RecursionError):
+                ids = None
+            if type(ids) is not list or not all(type(each) is int and 0 <= each < num_ids for each in ids):
+                raise ValueError(
+                    f"path: line {number} of {file} is no JSON list of token ids from 0 to {num_ids - 1}, the last one "
+                    "of the model"
+                )
+            most -= len(ids)
+            if most < 0:
+                return
+            if ids:
+                yield ids
