@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specinfer.core.request import FinishReason
-from specinfer.core.tree import OFF, TokenTree
+from specinfer.core.tree import TokenTree
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.verify import Acceptance
@@ -48,6 +48,29 @@ def test_a_mix_of_texts_gains_and_none_loses(known: str) -> None:
     assert np.mean(speedups["stories"]) >= 0.98
 
 
+@pytest.mark.parametrize(
+    ("passes", "drafting", "is_provisional"), [(1.0, 1.0, False), (1.3, 1.4, True), (1.0, 1.0, True)]
+)
+def test_trials_lose_at_most_two_percent_of_the_first_text(
+    passes: float, drafting: float, is_provisional: bool
+) -> None:
+    """Neither tests of the model nor passes that are measured again, of an answer that is hard to predict."""
+    for seed in range(4):
+        policy = _auto(pair_costs(passes, drafting))
+        policy.costs.is_provisional = is_provisional
+        assert SimulatedTexts(pair_costs(), seed=seed).speedup(policy, Kind(0.0, 0.3), 60) >= 0.98
+
+
+def test_passes_are_measured_again_by_trees_that_lose_little() -> None:
+    """Larger ones are left out where they would lose more than is allowed."""
+    policy, texts, measured = _auto(pair_costs()), SimulatedTexts(pair_costs()), 0
+    policy.costs.is_provisional = True
+    while policy.costs.is_provisional:
+        texts.speedup(policy, STORIES, 200)
+        measured += 1
+        assert measured < 10
+
+
 def test_what_a_lookup_finds_does_not_make_a_model_seem_quick() -> None:
     """Else the model would be tested every few steps, on text where it does not pay."""
     policy = AutoPolicy(pair_costs(1.0, 4.0), ["suffix"])
@@ -69,8 +92,12 @@ def test_passes_are_not_measured_again_by_trees_for_which_a_long_prompt_would_be
 ) -> None:
     policy = AutoPolicy(pair_costs())
     policy.costs.is_provisional = True
-    assert policy.budgets([make_span(length=length)]) == [OFF]
-    assert (policy._remeasurement is not None) is is_measured
+    num_nodes = []
+    for _ in range(8):
+        (budget,) = policy.budgets([make_span(num_output=2, length=length)])
+        num_nodes.append(budget.max_nodes if policy._is_measured else 0)
+        policy.observe(make_record(target_time=0.05), [(TokenTree.root(0), Acceptance((), 1))])
+    assert any(num_nodes) is is_measured
 
 
 def test_an_output_is_expected_to_go_on_as_long_as_those_that_became_as_long() -> None:

@@ -4,10 +4,12 @@ import logging
 
 import pytest
 
+from specinfer.core.tree import OFF, TokenTree
 from specinfer.policy.acceptance import AcceptanceModel
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.rank_choice import RankChoice
 from specinfer.policy.speedup import Speedup
+from specinfer.verify import Acceptance
 from tests.policy.simulated_machines import SimulatedDrafting, make_costs, make_record
 
 REMEDY = "leave the drafter out"
@@ -52,13 +54,32 @@ def test_the_measured_speed_is_that_of_the_machine() -> None:
 
 
 def test_steps_in_which_a_lookup_finds_nothing_count() -> None:
-    """The example of `expected_gain`."""
+    """The example of `RankChoice.rates`."""
     model = AcceptanceModel.assumed((0.999,))
     choice = RankChoice(make_costs(draft_level=0.0), model)
     choice.choose(1)
-    always = choice.expected_gain(1)
+    always = choice.gain(1)
     model._coverage.observe(0, 8)  # none in half of the steps
-    assert choice.expected_gain(1) == pytest.approx((1 + always) / 2, rel=0.02)
+    assert choice.gain(1) == pytest.approx((1 + always) / 2, rel=0.02)
+
+
+def test_levels_of_a_model_that_proposes_nothing_cost_their_time() -> None:
+    """A model that is seldom sure enough drafts in vain: plain decoding is faster, though its few tokens are right."""
+    model = AcceptanceModel.assumed((0.9,))
+    choice = RankChoice(make_costs(draft_level=0.3), model)
+    assert choice.choose(1).max_nodes
+    for _ in range(60):
+        model.observe(TokenTree.root(0), Acceptance((), 1))
+    assert choice.choose(1) == OFF
+
+
+@pytest.mark.parametrize(("num_levels", "drafting"), [(1, 1.0), (0, 0.25)])
+def test_drafting_in_vain_is_no_part_of_plain_decoding(num_levels: int, drafting: float) -> None:
+    """Neither a level of a model nor a look-up."""
+    speedup = Speedup(1.0)
+    for _ in range(10):
+        speedup.observe(make_record(num_model_levels=num_levels, draft_time=drafting), plain_seconds=1.0)
+    assert speedup.measured == pytest.approx(1.0 / (1.0 + drafting))
 
 
 def test_plain_decoding_is_chosen_with_a_reason_and_a_remedy() -> None:

@@ -139,5 +139,5 @@ def choose(costs: CostModel, acceptance: AcceptanceModel, num_requests: int) -> 
     best = int(rates.argmax()) if trees.choose(num_requests).max_nodes else 0
     tree, plain = trees.expected()[best], float(rates[0])
     tokens = 1.0 + acceptance.coverage * (float(tree.tokens) - 1.0)
-    rate = trees.expected_gain(num_requests, best) * plain
+    rate = trees.gain(num_requests, best) * plain
     return Choice(num_requests, int(tree.nodes), int(tree.levels), tokens, rate, plain)

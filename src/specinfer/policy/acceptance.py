@@ -91,7 +91,7 @@ class AcceptanceModel:
         self.share = 1.0
         self._shares = deque([1.0, 1.0], self._NUM_TEXTS)  # of the last texts; the first two are assumed
         self._num_trees = 0  # of this text
-        self._coverage = DecayedRatio(self._DECAY, weight, weight)
+        self._coverage = DecayedRatio(self._SHARE_DECAY, weight, weight)
         self.text: str | None = None
 
     @property
@@ -109,7 +109,7 @@ class AcceptanceModel:
         weight = min(float(profile.num_trees), cls._MOST_PROFILE)
         model = cls()
         model._ranks = [DecayedRatio(cls._DECAY, weight * p, weight) for p in profile.by_rank]
-        model._coverage = DecayedRatio(cls._DECAY, weight * profile.coverage, weight)
+        model._coverage = DecayedRatio(cls._SHARE_DECAY, cls._PRIOR_WEIGHT * profile.coverage, cls._PRIOR_WEIGHT)
         model.share, model.text = min(profile.share, cls._MOST_SHARE), profile.text
         model._came_true = DecayedRatio(cls._SHARE_DECAY, cls._TEXT_WEIGHT * profile.share, cls._TEXT_WEIGHT)
         model._shares.clear()

@@ -26,6 +26,7 @@ from specinfer.policy.rank_choice import RankChoice, TreeSizes
 from specinfer.policy.remeasurement import Remeasurement
 from specinfer.policy.slo_planner import SLOPlanner
 from specinfer.policy.speedup import Speedup
+from specinfer.policy.trial_allowance import TrialAllowance
 from specinfer.verify import Acceptance
 
 
@@ -47,11 +48,10 @@ class AutoPolicy(SpeculationPolicy):
     # Steps without speculation, for whatever reason, before one tests whether it would be worthwhile: at first, and
     # after a test in which drafting took much less time than expected. Each further wait is twice as long.
     FIRST_TEST = 4
-    TEST_EVERY = 40  # the longest of these waits, from which on a test may lose `TEST_SHARE` of the time
-    MOST_EARLY = 3.0  # passes that an early test may lose
-    MAX_TEST_EVERY = 1000  # the longest wait where a test loses more
-    TEST_SHARE = 0.01
-    TEST_REVIEW = 10  # steps between looks at whether a later test is due
+    TEST_EVERY = 40  # the longest of these waits
+    MAX_TEST_EVERY = 1000  # the longest wait where a test loses more than is allowed
+    TEST_REVIEW = 10  # steps between looks at whether a test is allowed by then
+    TEST = TreeBudget.expansion((1, 1))
     # Steps with trees after which steps without show what they cost: at first, and after two checks, four, ...
     FIRST_CHECK, CHECK_EVERY = 8, 64
     NUM_CHECKS = 2  # the number of these
@@ -84,12 +84,14 @@ class AutoPolicy(SpeculationPolicy):
         self._planner = SLOPlanner(costs, self.rank_choice)
         self._budget = OFF
         self._num_steps = 0
-        self._num_plain, self._plain_seconds = 0, 0.0  # steps since the last draft tokens, and their time
+        self._allowance = TrialAllowance(costs)
+        self._num_plain = 0  # steps since the last draft tokens
         self._test_after = self.FIRST_TEST
         self._num_trees = 0  # steps since the cost of those without trees was seen
         self._check_after = self.FIRST_CHECK
         self._num_requests = self._age = 0  # those of the last choice
         self._remeasurement: Remeasurement | None = None  # under way
+        self._is_measured = False  # whether the last step was one of it
         self._pause = 0.0  # seconds of steps until passes may be measured again
 
     @property
@@ -112,7 +114,7 @@ class AutoPolicy(SpeculationPolicy):
 
     def with_forced(self, spans: Sequence[Span], budgets: Sequence[TreeBudget]) -> list[TreeBudget]:
         """Return the budgets with tokens that grammars force, where each saves more than its row takes."""
-        if self._remeasurement is not None or not any(has_forced(span.request) for span in spans):
+        if self._is_measured or not any(has_forced(span.request) for span in spans):
             return list(budgets)
         forced = lookup_budget(self.costs, len(spans))
         return [
@@ -126,20 +128,32 @@ class AutoPolicy(SpeculationPolicy):
         if self._remeasurement is None and self._pause <= 0.0 and self._may_remeasure(spans):
             assert isinstance(self.costs.target, Curve)
             self._remeasurement = Remeasurement(self.costs.target)
-        if self._remeasurement is not None:
+        if begins_text(spans):
+            self._allowance.begin_text()
+        self._is_measured = self._remeasurement is not None and self._may_measure(spans, self._remeasurement)
+        if self._remeasurement is not None and self._is_measured:
             return self._for_one(spans, self._remeasurement.budget(len(spans)))
         return self.planner.budgets(spans, self._fastest(spans, reading))
 
     def _may_remeasure(self, spans: Sequence[Span]) -> bool:
-        """Return whether the costs of passes are to be measured again, looked at now and then because it takes time.
+        """Return whether the costs of passes are to be measured again, looked at now and then because it takes time."""
+        is_due = spans and not self._num_steps % self.REVIEW and self.costs.is_doubtful
+        return bool(is_due) and self.rank_choice.depends_on_passes(len(spans))
 
-        Its trees need a drafter, which may not read a long prompt for this alone.
-        """
-        if self._num_steps % self.REVIEW or not (spans and self.costs.is_doubtful):
-            return False
-        reading = self.costs.read_token * min(tokens_to_read(span.request, self.costs) for span in spans)
-        is_cheap = reading <= self.MOST_EARLY * float(self.costs.target(len(spans)))
-        return is_cheap and self.rank_choice.depends_on_passes(len(spans))
+    def _may_measure(self, spans: Sequence[Span], remeasurement: Remeasurement) -> bool:
+        """Return whether the next size of passes may be measured in this step, and count what that loses."""
+        budget = remeasurement.next(len(spans))
+        seconds = self._seconds_lost(spans, budget) if budget.max_nodes else 0.0
+        is_allowed = self._allowance.take(spans, seconds)
+        if not is_allowed and budget.max_nodes > 1:
+            remeasurement.end_round()
+        return is_allowed
+
+    def _seconds_lost(self, spans: Sequence[Span], budget: TreeBudget) -> float:
+        """Return the seconds that a tree for the request that takes least to read is expected to lose."""
+        num_to_read = min(tokens_to_read(span.request, self.costs) for span in spans)
+        depth = min(budget.max_nodes, budget.max_depth)
+        return self.rank_choice.seconds_lost(budget.max_nodes, depth, num_to_read, len(spans))
 
     def _fastest(self, spans: Sequence[Span], reading: Sequence[Span]) -> list[TreeBudget]:
         """Return the budgets with most tokens per second, or those of a test of the drafter."""
@@ -163,15 +177,15 @@ class AutoPolicy(SpeculationPolicy):
                 for span in spans
             ]
             if any(pays):
-                self._num_plain, self._plain_seconds = 0, 0.0
+                self._num_plain = 0
                 if self._delays_first_token(spans) or (not reading and self._must_check(len(spans))):
                     return [OFF] * len(spans)
                 return self._with_lookups(spans, budget, pays)
         self._num_plain += 1
         if self._is_test_due(spans):
-            self._num_plain, self._plain_seconds = 0, 0.0
+            self._num_plain = 0
             self._test_after = min(2 * self._test_after, self.TEST_EVERY)
-            return self._for_one(spans, TreeBudget.expansion((1, 1)))
+            return self._for_one(spans, self.TEST)
         return self._of_lookups(spans)
 
     def _of_lookups(self, spans: Sequence[Span]) -> list[TreeBudget]:
@@ -209,14 +223,11 @@ class AutoPolicy(SpeculationPolicy):
 
         The first tests come early: costs may have been measured in another hour.
         """
-        is_early = self._num_plain >= self._test_after < self.TEST_EVERY
-        if not is_early and (self._num_plain < self.TEST_REVIEW or self._num_plain % self.TEST_REVIEW):
+        over = self._num_plain - self._test_after
+        if over < 0 or over % self.TEST_REVIEW or not self.rank_choice.could_pay(len(spans)):
             return False
-        num_to_read = min(tokens_to_read(span.request, self.costs) for span in spans)
-        seconds = self.rank_choice.seconds_lost_by_test(num_to_read, len(spans))
-        is_cheap = seconds <= self.TEST_SHARE * self._plain_seconds or self._num_plain >= self.MAX_TEST_EVERY
-        is_early = is_early and seconds <= self.MOST_EARLY * float(self.costs.target(len(spans)))
-        return (is_cheap or is_early) and self.rank_choice.could_pay(len(spans))
+        is_overdue = self._num_plain >= self.MAX_TEST_EVERY
+        return self._allowance.take(spans, self._seconds_lost(spans, self.TEST), is_overdue=is_overdue)
 
     def _delays_first_token(self, spans: Sequence[Span]) -> bool:
         """Return whether trees in this step would delay a first token noticeably.
@@ -251,7 +262,7 @@ class AutoPolicy(SpeculationPolicy):
         self._num_steps += 1
         self._pause -= step.time
         self.planner.observe(step)
-        self._plain_seconds += step.time
+        self._allowance.note_step(step.time)
         if not step.is_first_of_size:  # otherwise its time is mostly that of a capture
             num_levels = step.num_drafted_levels
             if num_levels and step.draft_time < FAST * float(self.costs.draft(step.num_guessed, num_levels)):
@@ -260,7 +271,7 @@ class AutoPolicy(SpeculationPolicy):
             learn(step)
             if not step.reads_prompts:
                 self._speedup.observe(step, float(self.costs.step(step.num_requests, 0, 0)))
-            if self._remeasurement is not None and not step.reads_prompts:
+            if self._remeasurement is not None and self._is_measured and not step.reads_prompts:
                 self._remeasurement.observe(self.costs.without_context(step))
         if self._lookups.names and not step.num_model_levels:
             if not step.reads_prompts:
@@ -333,4 +344,4 @@ class AutoPolicy(SpeculationPolicy):
         if self._why_off is not None:
             return OFF, 1.0
         trial = RankChoice(self.costs, self.acceptance)
-        return trial.choose(1), trial.expected_gain(1)
+        return trial.choose(1), trial.gain(1)

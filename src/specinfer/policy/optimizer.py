@@ -137,5 +137,9 @@ def pays_to_read(request: Request, seconds_saved: float, costs: CostModel) -> bo
     How long an output becomes is not known, but the lengths of earlier ones are. Reading is put off until those that
     became as long as this one had enough further tokens on average.
     """
-    left = min(request.max_new_tokens, costs.lengths.left(request.num_output))
-    return bool(seconds_saved * left > costs.read_token * tokens_to_read(request, costs))
+    return bool(seconds_saved * tokens_left(request, costs) > costs.read_token * tokens_to_read(request, costs))
+
+
+def tokens_left(request: Request, costs: CostModel) -> float:
+    """Return the further tokens that a request is expected to emit."""
+    return min(request.max_new_tokens, costs.lengths.left(request.num_output))

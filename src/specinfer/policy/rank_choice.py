@@ -22,9 +22,10 @@ from specinfer.core.tree import OFF, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel, expected_tokens
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
-from specinfer.policy.optimizer import ExpectedYield, clearly_faster, pays_to_read
+from specinfer.policy.optimizer import ExpectedYield, clearly_faster, pays_to_read, tokens_left
 
 _LEAST = 1e-3  # share, to divide by
+_UNTIL_SEEN = 8.0  # tokens of a text that is hard to predict until no trees are drafted for it
 
 
 class TreeSizes:
@@ -115,9 +116,18 @@ class RankChoice:
     def rates(self, num_requests: int) -> Floats:
         """Return the expected tokens per second of the batch with each of the trees for every request: [trees].
 
-        They are 0 for trees that are too large for a step.
+        They are 0 for trees that are too large for a step. A drafter that proposes nothing has cost a level: of a
+        model that is not sure enough a pass, of a lookup next to nothing.
+
+        Example: a tree yields 2 tokens in 1.2 times the time of a plain step, and a lookup finds one in every second
+        step: 3 tokens in 2.2 plain steps, 1.36 times the speed, and not the 1.67 of a step with a tree.
         """
-        return np.where(self.fits(num_requests), self._rates(self.expected(), num_requests), 0.0)
+        step, coverage = self.expected().times(num_requests), self._acceptance.coverage
+        seconds = self._costs.step(num_requests, step.nodes, step.levels)
+        in_vain = seconds[0] + self._costs.draft(num_requests, np.minimum(step.levels, 1))
+        tokens = num_requests + coverage * (step.tokens - num_requests)
+        rates = tokens / (coverage * seconds + (1.0 - coverage) * in_vain)
+        return np.where(self.fits(num_requests), rates, 0.0)
 
     def _rates(self, expected: ExpectedYield, num_requests: int) -> Floats:
         return expected.times(num_requests).rates(self._costs, num_requests)
@@ -195,30 +205,14 @@ class RankChoice:
             return f"only {self._acceptance.by_rank()[0]:.0%} of the first draft tokens are accepted, and {cause}"
         return cause
 
-    def gain(self, num_requests: int) -> float:
-        """Return the expected speed of the chosen tree over that of plain decoding."""
-        rates = self.rates(num_requests)
-        return float(rates[self._chosen] / rates[0])
-
-    def expected_gain(self, num_requests: int, number: int | None = None) -> float:
-        """Return the expected speed over that of plain decoding, as drafters do not always propose something.
-
-        Example: a tree yields 2 tokens in 1.2 times the time of a plain step, and a lookup finds one in every second
-        step: 3 tokens in 2.2 plain steps, 1.36 times the speed, and not the 1.67 of a step with a tree.
+    def gain(self, num_requests: int, number: int | None = None) -> float:
+        """Return the expected speed of a tree over that of plain decoding.
 
         Args:
             number: Index of the tree, or None for the one chosen last.
         """
-        index = self._chosen if number is None else number
-        if not index:
-            return 1.0
-        share, tree = self._acceptance.coverage, self.expected()[index]
-        step = tree.times(num_requests)
-        plain, drafted = (
-            float(self._costs.step(num_requests, nodes, levels))
-            for nodes, levels in ((0, 0), (step.nodes, step.levels))
-        )
-        return (1.0 + share * (float(tree.tokens) - 1.0)) * plain / (share * drafted + (1.0 - share) * plain)
+        rates = self.rates(num_requests)
+        return float(rates[self._chosen if number is None else number] / rates[0])
 
     def _would_pay(self, by_rank: Floats, num_requests: int) -> bool:
         """Return whether a tree would be clearly faster than none, with these acceptance probabilities [ranks]."""
@@ -251,34 +245,42 @@ class RankChoice:
         """
         if request.drafting.is_read:
             return True
-        return pays_to_read(request, self._saved_by_a_text(num_requests), self._costs)
+        saved = self._saved_by_a_text(num_requests, tokens_left(request, self._costs))
+        return pays_to_read(request, saved, self._costs)
 
-    def _saved_by_a_text(self, num_requests: int) -> float:
+    def _saved_by_a_text(self, num_requests: int, num_tokens: float) -> float:
         """Return the seconds that a token of the next text is expected to save, on the average of the last texts.
 
-        Not on one of the easiest, from which a text begins: a prompt that was read cannot be put back.
+        Not on one of the easiest, from which a text begins: a prompt that was read cannot be put back. A text that is
+        hard to predict loses until that shows.
+
+        Args:
+            num_tokens: Tokens that the text is expected to have.
         """
-        step = self.usual().times(num_requests)
+        usual, coverage = self.usual().times(num_requests), self._acceptance.coverage
         plain, drafted = (
             float(self._costs.step(num_requests, nodes, levels))
-            for nodes, levels in ((0, 0), (step.nodes, step.levels))
+            for nodes, levels in ((0, 0), (usual.nodes, usual.levels))
         )
-        tokens = 1.0 + self._acceptance.text_shares * (float(self.usual().tokens) - 1.0) / max(
+        in_vain = plain + float(self._costs.draft(num_requests, 1))
+        seconds = coverage * drafted + (1.0 - coverage) * in_vain
+        tokens = 1.0 + coverage * self._acceptance.text_shares * (float(self.usual().tokens) - 1.0) / max(
             self._acceptance.share, _LEAST
         )
-        return float(np.maximum(plain - drafted / tokens, 0.0).mean()) / num_requests
+        saved = plain - seconds / tokens
+        return float(np.where(saved > 0, saved, saved * min(1.0, _UNTIL_SEEN / num_tokens)).mean()) / num_requests
 
-    def seconds_lost_by_test(self, num_to_read: int, num_requests: int) -> float:
-        """Return the seconds that a test with a chain of two for one request of a batch is expected to lose.
+    def seconds_lost(self, num_nodes: int, num_levels: int, num_to_read: int, num_requests: int) -> float:
+        """Return the seconds that a tree of this size for one request of a batch is expected to lose.
 
         Args:
             num_to_read: Tokens that the drafter has to read first.
         """
-        plain, tested = map(float, self._costs.target([num_requests, num_requests + 2]))
-        drafting = float(self._costs.draft(2, 2))
-        first = float(self._acceptance.by_rank()[0])
-        saved = self._acceptance.share * (first + first**2) * plain / num_requests
-        lost = max(drafting + tested - plain - saved, self._LEAST_LOST * drafting)
+        plain, tried = map(float, self._costs.target([num_requests, num_requests + num_nodes]))
+        drafting = float(self._costs.draft(num_nodes, num_levels))
+        expected = self._acceptance.expected_tokens(np.asarray([num_nodes]), np.asarray([num_levels]))
+        saved = (float(expected[0]) - 1.0) * plain / num_requests
+        lost = max(drafting + tried - plain - saved, self._LEAST_LOST * drafting)
         return self._costs.read_token * num_to_read + lost
 
     def depends_on_passes(self, num_requests: int) -> bool:

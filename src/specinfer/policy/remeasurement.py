@@ -72,8 +72,12 @@ class Remeasurement:
         return bool((steps > -np.log(_FALSE_TURN)).all() or (steps < np.log(_FALSE_TURN)).all())
 
     def budget(self, num_requests: int) -> TreeBudget:
-        """Return the budget of the one request that gets a tree in the next step."""
+        """Return the budget of the one request that gets a tree in this step."""
         self._num_steps += 1
+        return self.next(num_requests)
+
+    def next(self, num_requests: int) -> TreeBudget:
+        """Return the budget that comes next."""
         num_nodes = min(max(self._num_rows - num_requests, 0), _MOST_NODES)
         return TreeBudget(num_nodes, _DEPTH) if num_nodes else OFF
 
@@ -84,5 +88,11 @@ class Remeasurement:
         if not step.num_guessed:
             self._plain = min(self._plain, step.target_time)
         is_largest = step.target_time > _SLOWER * self._plain or step.num_guessed >= _MOST_NODES
-        self._num_rows = 0 if is_largest else _GROWTH * max(self._num_rows, step.num_requests)
-        self._round += is_largest
+        self._num_rows = _GROWTH * max(self._num_rows, step.num_requests)
+        if is_largest:
+            self.end_round()
+
+    def end_round(self) -> None:
+        """Begin again with the smallest size: larger ones show nothing more, or lose too much time."""
+        self._num_rows = 0
+        self._round += 1

@@ -41,9 +41,10 @@ class Speedup:
         """
         self.num_tokens += step.num_generated
         self._seconds += step.time
-        if not step.num_guessed:  # such a step is plain decoding, and shows what others are to be compared with
-            self._plain_steps.observe(step.time, plain_seconds)
-            self._plain_seconds += step.time
+        if not (step.num_guessed or step.num_drafted_levels):
+            # Such a step is plain decoding, but for a look-up in vain, and shows what others are to be compared with.
+            self._plain_steps.observe(step.time - step.draft_time, plain_seconds)
+            self._plain_seconds += step.time - step.draft_time
         else:
             usual = self._plain_steps.value if self._plain_steps.denominator else 1.0
             self._plain_seconds += usual * plain_seconds * step.num_generated / step.num_requests
