@@ -5,6 +5,7 @@ No shape depends on contents and nothing waits for the device, so this can be pa
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from specinfer.ops.cpu.choice import most_probable_in_order
 
 # Rows computed at once: a captured graph has memory for copies of all of them, a CPU's cache for one.
 _AT_ONCE, _AT_ONCE_ON_CPU = 32, 1
+_LEAST_SORTED = 6  # tokens of a row from which on a CPU sorts the row (NumPy's vectorised sort) sooner than it counts
 
 
 class TokenScores(NamedTuple):
@@ -43,9 +45,19 @@ def score_tokens(logits: Tensor, places: Tensor, tokens: Tensor, out: TokenScore
         logprobs = torch.log_softmax(logits[places[part]].float(), dim=-1)
         of_tokens = logprobs.gather(1, tokens[part])
         out.values[part].copy_(of_tokens)
-        for column in range(out.ranks.shape[1]):  # one after the other: together they would take more memory
-            out.ranks[part, column].copy_((logprobs > of_tokens[:, column : column + 1]).sum(dim=1) + 1)
+        if logits.device.type == "cpu" and out.ranks.shape[1] >= _LEAST_SORTED:
+            out.ranks[part].copy_(_sorted_ranks(logprobs, of_tokens))
+        else:
+            for column in range(out.ranks.shape[1]):  # one after the other: together they would take more memory
+                out.ranks[part, column].copy_((logprobs > of_tokens[:, column : column + 1]).sum(dim=1) + 1)
         if count:
             values, best = most_probable_in_order(logprobs, count)
             out.best_values[part].copy_(values)
             out.best[part].copy_(best)
+
+
+def _sorted_ranks(logprobs: Tensor, of_tokens: Tensor) -> Tensor:
+    """Return the ranks of some log-probabilities of each row, found in the row's sorted ones."""
+    rows = zip(np.sort(logprobs.numpy(), axis=-1), of_tokens.numpy(), strict=True)
+    ranks = [len(row) + 1 - np.searchsorted(row, values, side="right") for row, values in rows]
+    return torch.from_numpy(np.stack(ranks))
