@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.drafters.lookup.passage import Alignment
+from specinfer.drafters.lookup.passage import Alignment, as_text
 from specinfer.drafters.lookup.suffix_growth import grow
 
 BUDGET = TreeBudget(8, 8)
@@ -123,3 +123,13 @@ def test_one_token_over_and_over_is_read_in_little_time() -> None:
     for _ in range(200):
         alignment.read([8, *[7] * 40])
         assert _tree(alignment, 7).num_guessed
+
+
+def test_any_token_id_has_a_character() -> None:
+    ids = [0, 0xD800, 0xDFFF, 0x10FFFF, 0x110000, 2**31 - 1]
+    text = as_text(ids)
+    assert [ord(character) for character in text] == [token % 0x110000 for token in ids]
+    alignment = Alignment([*ids, 5, 6], begins=True)
+    alignment.read(ids)
+    (match,) = alignment.matches("a")
+    assert match.text.continuations(match.state, 2) == ((5, match.state + 1),)
