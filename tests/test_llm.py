@@ -232,7 +232,6 @@ def test_a_server_without_speculation_plans_for_latency_targets(folder: Path) ->
     assert scheduler.planner is None
     llm.prepare()
     assert scheduler.planner is not None
-    assert scheduler.planner.pass_seconds(8) > 0
     outputs = llm.generate(PROMPTS, GREEDY)
     assert _tokens(outputs) == wanted
     assert outputs[0].metrics.speculative_decoding["reason"] == "tree off: plain decoding was asked for"

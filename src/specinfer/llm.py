@@ -179,7 +179,7 @@ class LLM:
         speculator.prepare()
         if is_usual:
             self.engine.policy = speculator.policy
-        self._parts.scheduler.planner = speculator.policy.planner
+        self._parts.scheduler.plan_with(speculator.policy.planner)
 
     def adapt(self, seconds: float) -> None:
         """Let drafters learn from served text for the given time, or until there is nothing left to learn.

@@ -75,7 +75,7 @@ def test_priorities_push_no_other_tenant_out() -> None:
     for request in (running, pushing, quiet):
         queue.add(request)
     assert queue.take(running)
-    queue.charge(running, 5)
+    queue.charge(running.tenant, 5.0)
     assert _names(queue) == ["b0", "a1"]
 
 
@@ -85,7 +85,7 @@ def test_the_tenant_served_least_is_next() -> None:
     for request in (*many, _request("b0", "b")):
         queue.add(request)
     assert queue.take(many[0])
-    queue.charge(many[0], 10)
+    queue.charge(many[0].tenant, 10.0)
     assert _names(queue) == ["b0", "a1", "a2"]
 
 
@@ -93,10 +93,10 @@ def test_a_pause_earns_no_credit() -> None:
     queue = WaitingQueue()
     first = _request("a0", "a")
     queue.add(first)
-    queue.charge(first, 1000)
+    queue.charge(first.tenant, 1000.0)
     late = _request("b0", "b")
     queue.add(late)
-    queue.charge(late, 1)
+    queue.charge(late.tenant, 1.0)
     assert queue.take(late)
     assert _names(queue) == ["a0"], "level with a from the start, but one token more"
     queue.leave(late)

@@ -3,6 +3,7 @@
 The server has the engine's scheduler and speculation policy, and a clock that costs advance.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +14,7 @@ from specinfer.core.limits import SLO
 from specinfer.core.request import Request, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.step_record import StepRecord
-from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.engine.host_executor import asks_model, fit
 from specinfer.engine.scheduler import Scheduler
@@ -57,22 +58,26 @@ class SimulatedServer:
         policy: Speculation policy; None is plain decoding.
         planner: Planner of the scheduler, or None.
         noise: Standard deviation of the logarithm of a step's times.
+        score: Seconds that a log-probability takes.
 
     Attributes:
         now: Seconds since the start.
         steps: Records of all steps.
+        emitted: When each request emitted tokens, by its name.
     """
 
     def __init__(
         self, costs: Costs, drafting: Drafting, policy: SpeculationPolicy, planner: SLOPlanner | None = None, *,
         max_num_seqs: int = 64, max_num_batched_tokens: int = 512, noise: float = 0.0, seed: int = 0,
+        score: float = 0.0,
     ) -> None:  # fmt: skip
-        self.now, self.costs, self.policy = 1.0, costs, policy
+        self.now, self.costs, self.policy, self.score = 1.0, costs, policy, score
         self.steps: list[StepRecord] = []
+        self.emitted = defaultdict[str, list[float]](list)
         self._drafting = drafting
         self._cache = KVCache(_SLOTS)
         self._scheduler = Scheduler(self._cache, max_num_seqs, max_num_batched_tokens)
-        self._scheduler.planner = planner
+        self._scheduler.plan_with(planner)
         self._scheduler.waiting.clock = self.clock
         if planner is not None:
             planner.clock = self.clock
@@ -104,12 +109,16 @@ class SimulatedServer:
         spans = self._scheduler.schedule().spans
         decoding = [span for span in spans if span.produces_token]
         reading = [span for span in spans if not span.produces_token]
-        budgets = fit(decoding, self.policy.budgets(decoding, reading), _SLOTS) if decoding else []
+        self._scheduler.mark_in_flight(spans)
+        budgets = [OFF] * len(decoding)
+        if decoding and not self._scheduler.is_prioritized:
+            wanted = self._scheduler.cut(decoding, self.policy.budgets(decoding, reading), reading, _num_to_read)
+            budgets = fit(decoding, wanted, _SLOTS)
         num_read = 0
         for span, budget in zip(decoding, budgets, strict=True):
             if budget.max_nodes and asks_model(budget) and not span.request.drafting.is_read:
+                num_read += _num_to_read(span.request)
                 span.request.drafting.is_read = True
-                num_read += len(span.request.token_ids) - span.request.num_cached
         trees, num_levels = self._drafting.grow(decoding, budgets)
         outcomes = [(tree, self._drafting.accepted(tree)) for tree in trees]
         num_guessed = sum(tree.num_guessed for tree in trees)
@@ -117,8 +126,10 @@ class SimulatedServer:
         factor = float(np.exp(self._noise * self._random.standard_normal()))
         drafting = factor * (self.costs.draft(num_guessed, num_levels) + num_read * self.costs.read_token)
         passing = factor * self.costs.target(num_rows)
-        resting = self.costs.host(len(spans), num_guessed)
+        scoring = sum(self._score(span, tree) for span, tree in zip(decoding, trees, strict=True))
+        resting = self.costs.host(len(spans), num_guessed) + scoring
         self.now += drafting + passing + resting
+        self._scheduler.release(spans)
         num_generated, ended = self._commit(spans, decoding, outcomes)
         record = StepRecord(
             num_requests=len(spans), num_rows=num_rows, num_guessed=num_guessed,
@@ -127,10 +138,18 @@ class SimulatedServer:
             num_budgeted=sum(budget.max_nodes for budget in budgets),
         )  # fmt: skip
         self.steps.append(record)
+        trees_of = {span.request: tree for span, tree in zip(decoding, trees, strict=True)}
+        self._scheduler.charge(record, [(span, trees_of.get(span.request)) for span in spans])
         self.policy.observe(record, outcomes)
         for span, outcome in zip(decoding, outcomes, strict=True):
             self._drafting.calibration.observe(span.request, *outcome)
         return ended
+
+    def _score(self, span: Span, tree: TokenTree) -> float:
+        """Return the seconds that log-probabilities of a request take, and note them in it."""
+        request, seconds = span.request, self.score * span.request.num_scored
+        request.scoring.seconds, request.scoring.count = seconds, request.num_scored
+        return seconds
 
     def _commit(
         self, spans: Sequence[Span], decoding: Sequence[Span], outcomes: Sequence[tuple[TokenTree, Acceptance]]
@@ -148,6 +167,7 @@ class SimulatedServer:
 
     def _emit(self, request: Request, num_tokens: int) -> int:
         request.times.first_token = request.times.first_token or self.now
+        self.emitted[request.request_id].append(self.now)
         num_tokens = min(num_tokens, request.max_new_tokens)
         for _ in range(num_tokens):
             request.append(1, None)
@@ -159,6 +179,11 @@ class SimulatedServer:
             request.times.finished = self.now
             self._scheduler.remove(request)
         return num_tokens
+
+
+def _num_to_read(request: Request) -> int:
+    """Return the tokens that a drafter reads before it drafts for a request."""
+    return 0 if request.drafting.is_read else len(request.token_ids) - request.num_cached
 
 
 @dataclass(frozen=True, slots=True)

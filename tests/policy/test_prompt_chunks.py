@@ -68,7 +68,7 @@ def test_chunks_are_smaller_where_passes_over_prompts_take_longer_than_their_siz
     for _ in range(10):  # twice as long: attention to a long context, say
         policy.observe(make_record(num_requests=2, num_rows=65, target_time=2 * 65 / 8), [])
     assert policy.planner.max_tokens([one], {long: 6000}, 512) == 32
-    assert policy.planner.pass_seconds(1) == 1.0, "what is known of other passes does not change"
+    assert policy.costs.target(1) == 1.0, "what is known of other passes does not change"
     for _ in range(10):
         policy.observe(make_record(num_requests=2, num_rows=33, target_time=33 / 8), [])
     assert policy.planner.max_tokens([one], {long: 6000}, 512) == 64

@@ -5,7 +5,9 @@ import pytest
 from specinfer.core.limits import SLO
 from specinfer.core.request import Request, RequestTimes, Span
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.tree import OFF, TokenTree
+from specinfer.core.tree import OFF, TokenTree, TreeBudget
+from specinfer.engine.scheduler import Scheduler
+from specinfer.model.kv_cache import KVCache
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.base import FixedPolicy
 from specinfer.policy.cost_model import CostModel
@@ -72,6 +74,39 @@ def test_a_batch_takes_no_request_for_which_others_would_miss_their_targets() ->
     few = [keeping[0], *(make_span().request for _ in range(15))]
     assert planner.may_admit(few)  # a minority does not keep others out
     assert planner.may_admit([])
+
+
+def test_targets_spread_over_the_outputs_of_a_tenant_keep_no_other_tenant_out() -> None:
+    def waiting(name: str, tenant: str) -> Request:
+        params = SamplingParams(temperature=0.0, max_tokens=100, slo=SLO(tpot=1200.0))
+        request: Request = make_request(name, range(4), params, tenant=tenant, cache_salt=None)
+        request.times.arrival = NOW
+        return request
+
+    scheduler = Scheduler(KVCache(1000), 32, 100)
+    planner = _policy().planner
+    for number in range(8):
+        scheduler.add(waiting(f"many {number}", "many"))
+    scheduler.schedule()
+    assert len(scheduler.running) == 8
+    scheduler.planner = planner
+    scheduler.add(waiting("own", "many"))
+    scheduler.schedule()
+    assert len(scheduler.running) == 8, "it would make the others of its tenant late"
+    scheduler.add(waiting("other", "few"))
+    scheduler.schedule()
+    assert scheduler.running[8].request_id == "other"
+
+
+def test_trees_of_a_tenant_with_targets_take_none_from_another() -> None:
+    spans = [_span(0.8), *(_span() for _ in range(7))]
+    for span in spans[4:]:
+        span.request.tenant = "other"
+    policy = _policy()
+    usual = [TreeBudget(2, 2)] * 8
+    budgets = policy.planner.budgets(spans, usual)
+    assert budgets[0].max_nodes > 0
+    assert budgets[1:] == [OFF] * 3 + usual[:4]
 
 
 def test_a_step_reads_as_much_of_prompts_as_no_decoding_request_is_late_for() -> None:
@@ -158,9 +193,9 @@ def test_plain_decoding_with_a_planner_follows_what_passes_take() -> None:
     spans = [_span(1.2) for _ in range(3)]
     assert policy.budgets(spans) == [OFF] * 3
     assert policy.reason(spans[0].request) == "off"
-    before = policy.planner.pass_seconds(3)
+    before = policy.costs.target(3)
     outcome = TokenTree.root(0), Acceptance((), 1)
     for _ in range(100):
         policy.observe(make_record(num_requests=3, num_rows=3, target_time=2.0), [outcome] * 3)
     assert before == 1.0
-    assert policy.planner.pass_seconds(3) == pytest.approx(2.0, rel=0.05)
+    assert policy.costs.target(3) == pytest.approx(2.0, rel=0.05)

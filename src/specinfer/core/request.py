@@ -2,7 +2,9 @@
 
 import enum
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -49,11 +51,15 @@ class DraftState:
         num_draws: For each drafter, by name, a counter that numbers its draws, so that no noise is used twice.
         is_allowed: False once a draft token made the model compute NaN.
         is_read: True if a drafter that is a model has read the tokens so far.
+        num_nodes: Draft tokens of the last tree.
+        num_wanted: Draft tokens that the last budget asked for, before it was cut to the room of the step.
     """
 
     num_draws: dict[str, int] = field(default_factory=dict)
     is_allowed: bool = True
     is_read: bool = False
+    num_nodes: int = 0
+    num_wanted: int = 0
 
     def begin_draws(self, drafter: str) -> int:
         """Start a new tree of a drafter and return the number of its first draw, beyond those of all its earlier trees.
@@ -76,6 +82,24 @@ class LogitsState:
 
     forbidden: Tensor | None = None
     token_counts: TokenCounts | None = None
+
+
+@dataclass(slots=True)
+class ScoringTime:
+    """Seconds that log-probabilities of a request have taken since its last step was charged, and their number."""
+
+    seconds: float = 0.0
+    count: int = 0
+
+    @contextmanager
+    def measured(self, count: int) -> Iterator[None]:
+        """Count the seconds of a block that makes so many log-probabilities."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begun
+            self.count += count
 
 
 @dataclass(slots=True)
@@ -138,6 +162,7 @@ class Request:
     drafting: DraftState = field(default_factory=DraftState)
     logits_state: LogitsState = field(default_factory=LogitsState)
     times: RequestTimes = field(default_factory=RequestTimes)
+    scoring: ScoringTime = field(default_factory=ScoringTime)
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens whose keys and values were already cached
     num_prompt_computed: int = 0  # prompt tokens computed so far, with cached ones; a preemption does not lower it
@@ -201,6 +226,13 @@ class Request:
         if self.params.max_tokens is None:
             return num_left
         return min(num_left, self.params.max_tokens - self.num_output)
+
+    @property
+    def num_scored(self) -> int:
+        """Log-probabilities of each token that is asked for them: of the output, or of a prompt that is read."""
+        if self.lacks_prompt_logprobs:
+            return 1 + (self.params.prompt_logprobs or 0)
+        return 0 if self.params.logprobs is None else 1 + self.params.logprobs + len(self.params.scored_tokens)
 
     def restricts_tokens(self, depth: int) -> bool:
         """Return whether the text decides which tokens may follow it, now or after a path of up to this length."""

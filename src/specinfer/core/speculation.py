@@ -39,7 +39,9 @@ class SpeculationStats:
     """Speculation counters of one request.
 
     Attributes:
-        reason: Why most of the passes had no tree, or None if they had one or the request has not ended.
+        num_cut_steps: Passes whose tree was made smaller than the request asked for, beside requests of other tenants.
+        reason: Why most of the passes had no tree, or smaller ones than asked for; None if they had, or the request has
+            not ended.
     """
 
     max_depth: int = 0
@@ -47,6 +49,7 @@ class SpeculationStats:
     num_plain_steps: int = 0  # target passes that emitted a token without a draft
     num_draft_tokens: int = 0
     num_generated: int = 0
+    num_cut_steps: int = 0
     histograms: dict[int, dict[int, int]] = field(default_factory=dict)  # tree depth -> accepted tokens -> steps
     reason: str | None = None
 
@@ -73,6 +76,7 @@ class SpeculationStats:
             self.num_plain_steps + other.num_plain_steps,
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_generated + other.num_generated,
+            self.num_cut_steps + other.num_cut_steps,
             histograms,
             self.reason or other.reason,
         )

@@ -51,6 +51,7 @@ class Committer:
                 prompts=prompts,
             )
             clock.end(record)
+            self._scheduler.charge(record, [(outcome.span, outcome.tree) for outcome in outcomes])
             self._learners.on_step(
                 record,
                 [(outcome.tree, outcome.acceptance) for outcome in outcomes if outcome.tree and outcome.acceptance],

@@ -87,11 +87,13 @@ def emit(
     if request.times.first_token is None:
         request.times.first_token = epoch_seconds()
     params, before = request.params, request.num_output
-    if params.logprobs is not None and not logprobs:
-        (logprobs,) = top_logprobs([asked_logprobs(request, tree, acceptance, logits)])
+    if params.logprobs is not None:
+        with request.scoring.measured(request.num_scored * len(tokens)):
+            logprobs = logprobs or top_logprobs([asked_logprobs(request, tree, acceptance, logits)])[0]
+            logprobs = [with_texts(known, request.decode) for known in logprobs]
     for i, (token, origin) in enumerate(zip(tokens, guessed_by, strict=True)):
         if params.logprobs is not None:
-            request.logprobs.append(with_texts(logprobs[i], request.decode))
+            request.logprobs.append(logprobs[i])
         request.append(token, origin)
         if request.is_finished:
             break
@@ -147,8 +149,9 @@ def note_prompt(span: Span, logits: Tensor) -> None:
     if unknown:
         tokens = request.prompt_ids[unknown.start : unknown.stop]
         places = [place - 1 - span.start for place in unknown]
-        (logprobs,) = top_logprobs([AskedLogprobs(logits, places, tokens, count)])
-        request.prompt_logprobs.extend(with_texts(known, request.decode) for known in logprobs)
+        with request.scoring.measured(request.num_scored * len(unknown)):
+            (logprobs,) = top_logprobs([AskedLogprobs(logits, places, tokens, count)])
+            request.prompt_logprobs.extend([with_texts(known, request.decode) for known in logprobs])
 
 
 def target_probs(tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> list[float]:

@@ -181,7 +181,7 @@ class HostExecutor:
         num_slots = self._num_draft_slots(spans)
         with self._drafting_safely(asking):
             wanted = [self._without_wait(*pair) for pair in zip(asking, policy.budgets(asking, reading), strict=True)]
-            wanted = policy.with_forced(asking, wanted)
+            wanted = self._scheduler.cut(asking, policy.with_forced(asking, wanted), reading, self._num_to_read)
             for i, budget in zip(decoding, fit(asking, wanted, num_slots), strict=True):
                 budgets[i] = budget
         return budgets
@@ -200,7 +200,7 @@ class HostExecutor:
     def _num_to_read(self, request: Request) -> int:
         """Return the known tokens that the drafter computes before it first drafts for a request."""
         assert self._drafter is not None
-        if not reads_prompts(self._drafter):
+        if request.drafting.is_read or not reads_prompts(self._drafter):
             return 0
         return num_to_read(len(request.token_ids), request.num_cached, window_of(self._drafter))
 
@@ -217,8 +217,8 @@ class HostExecutor:
             for (i, span, budget), tree, num_levels in zip(asking, drafted, levels, strict=True):
                 request = span.request
                 if budget.max_nodes and (num_levels or not reads) and not request.drafting.is_read:
-                    request.drafting.is_read = True
                     step.num_read += self._num_to_read(request)
+                    request.drafting.is_read = True
                 if is_sound(tree, span, budget, self.target.loaded.vocab_size):
                     trees[i] = tree
             step.trees = trees
@@ -237,7 +237,7 @@ class HostExecutor:
     @property
     def _is_prioritized(self) -> bool:
         """True if the pass goes without draft tokens, which cost next to no time where weights are streamed."""
-        return self._scheduler.first_tokens.is_prioritized and self.target.loaded.stream is None
+        return self._scheduler.is_prioritized and self.target.loaded.stream is None
 
     def _num_draft_slots(self, spans: Sequence[Span]) -> int:
         """Return the number of slots that draft tokens of a pass over these spans may take."""

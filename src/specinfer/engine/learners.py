@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specinfer.core.request import Request
 from specinfer.core.step_record import StepRecord
+from specinfer.core.text import counted
 from specinfer.core.tree import TokenTree
 from specinfer.policy.base import SpeculationPolicy
 from specinfer.verify import Acceptance
@@ -86,8 +87,11 @@ class Learners:
         _call(self.policy, self.policy.on_tokens, request, tree, acceptance, logits, num_generated)
 
     def explain(self, request: Request) -> None:
-        """Note why most passes of a request that has ended had no tree."""
+        """Note why most passes of a request that has ended had no tree, or that trees were cut."""
         stats = request.speculation
+        if stats.num_cut_steps:
+            stats.reason = f"trees were cut in {counted(stats.num_cut_steps, 'pass')} beside requests of other API keys"
+            return
         if stats.num_plain_steps <= stats.num_spec_steps:
             return
         try:

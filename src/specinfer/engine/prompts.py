@@ -2,10 +2,11 @@
 
 A prompt is long if a whole step cannot read it. Two long prompts are read at a time. Others wait, and short ones go
 past them, as far as the step has tokens left: `token_shares` gives half of a step to the prompt that has been read
-longest, and the rest to the shortest first. First tokens of some tenants go before outputs of others (`FirstTokens`).
+longest, and the rest to the shortest first. Each tenant has room of its own, and its part of a step (`fair_steps`).
 A request waits for a running one whose computed prefix it can share (`is_being_computed`).
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from specinfer.core.request import Request
@@ -14,11 +15,32 @@ from specinfer.policy.slo_planner import SLOPlanner
 _MAX_LOOKED_UP = 4  # long prompts without room whose cached prefixes are looked up in a step, as the rest may be short
 
 
-class PromptRoom:
-    """Room of one step for the prompts of further requests, considered in the order of the queue.
+class PromptRooms:
+    """The room of each tenant in one step. That others read long prompts keeps nobody waiting.
 
     Args:
         running: Requests that run, the oldest first.
+        max_tokens: Token budget of the step.
+    """
+
+    def __init__(self, running: Iterable[Request], max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._running = defaultdict[str, list[Request]](list)
+        for request in running:
+            self._running[request.tenant].append(request)
+        self._rooms: dict[str, PromptRoom] = {}
+
+    def of_tenant(self, tenant: str) -> "PromptRoom":
+        if tenant not in self._rooms:
+            self._rooms[tenant] = PromptRoom(self._running[tenant], self._max_tokens)
+        return self._rooms[tenant]
+
+
+class PromptRoom:
+    """Room of one step for the prompts of further requests of a tenant, considered in the order of the queue.
+
+    Args:
+        running: Requests of the tenant that run, the oldest first.
         max_tokens: Token budget of the step.
     """
 
@@ -28,7 +50,7 @@ class PromptRoom:
         self._unread = [count for count in counts if count > 1]
         self._num_free = max_tokens - len(counts) + len(self._unread)
         self._num_looked_up = 0
-        self._passed: dict[str, int] = {}  # for tenants, the priority of their first prompt without room
+        self._passed: int | None = None  # the priority of the first prompt without room
 
     @property
     def is_empty(self) -> bool:
@@ -38,8 +60,8 @@ class PromptRoom:
         return left <= 0
 
     def may_look_up(self, request: Request) -> bool:
-        """Return whether a request may have room: it goes past none of its tenant with a better priority."""
-        if request.priority > self._passed.get(request.tenant, request.priority):
+        """Return whether a request may have room: it goes past none with a better priority."""
+        if self._passed is not None and request.priority > self._passed:
             return False
         return self._num_looked_up < _MAX_LOOKED_UP or self._has_room(request)
 
@@ -51,7 +73,7 @@ class PromptRoom:
         if self._has_room(request):
             return True
         self._num_looked_up += 1
-        self._passed.setdefault(request.tenant, request.priority)
+        self._passed = request.priority if self._passed is None else self._passed
         return False
 
     def take(self, request: Request) -> None:
@@ -95,68 +117,6 @@ def token_shares(
         unread[i] -= count
         tokens_left -= count
     return shares
-
-
-PASSES_PER_TURN = 4  # at most one pass in this many is for first tokens
-_ALONE = 0.85  # share of the time of a pass in which first tokens must be done to be computed alone
-
-
-class FirstTokens:
-    """The choice of passes that give priority to first tokens, each tenant in its turn.
-
-    Draft tokens would delay a first token, and so do the tokens of others where they make a pass much longer. The
-    others lose little, because few passes do so.
-
-    Attributes:
-        is_prioritized: Whether the pass chosen last has no draft tokens.
-    """
-
-    def __init__(self) -> None:
-        self.is_prioritized = False
-        self._num_passes = 0
-        self._turns: dict[str, int] = {}  # for tenants, the number of the last pass that gave them priority
-
-    def choose(self, group: list[Request], num_tokens: int, planner: SLOPlanner | None) -> list[Request]:
-        """Return the requests of the next pass: those of a group that wait for their first token, or all.
-
-        Args:
-            group: Running requests.
-            num_tokens: Tokens of a pass of the whole group.
-            planner: Knows what passes cost, or None if nothing does; then no request waits for another.
-        """
-        self._num_passes += 1
-        firsts = self._in_turn(group)
-        self.is_prioritized = bool(firsts)
-        if not self.is_prioritized:
-            return group
-        self._note_turns(firsts)
-        return group if planner is None else _alone(firsts, num_tokens, planner) or group
-
-    def _in_turn(self, group: list[Request]) -> list[Request]:
-        """Return those that wait for their first token and whose tenants had no such pass lately."""
-        firsts = [request for request in group if not request.num_output]
-        tenants = {request.tenant for request in group} if firsts else set()
-        if len(tenants) < 2:
-            return []
-        start = self._num_passes - PASSES_PER_TURN * len(tenants)
-        self._turns = {tenant: turn for tenant, turn in self._turns.items() if turn > start}
-        return [request for request in firsts if request.tenant not in self._turns]
-
-    def _note_turns(self, firsts: list[Request]) -> None:
-        self._turns |= {request.tenant: self._num_passes for request in firsts}
-
-
-def _alone(firsts: list[Request], num_tokens: int, planner: SLOPlanner) -> list[Request]:
-    """Return those of the first requests, the shortest first, whose pass is much shorter than one of these tokens."""
-    most = _ALONE * planner.pass_seconds(num_tokens)
-    chosen: list[Request] = []
-    num_chosen = 0
-    for request in sorted(firsts, key=lambda request: request.num_unread):
-        num_chosen += request.num_unread
-        if planner.pass_seconds(num_chosen) > most:
-            break
-        chosen.append(request)
-    return chosen
 
 
 WORTH_WAITING = 32  # tokens: a request waits for another one to compute this many that it can share

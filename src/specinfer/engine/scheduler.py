@@ -2,9 +2,9 @@
 
 There are no separate prefill and decode phases, only tokens that are not computed yet. A long prompt is computed in
 chunks within the step's token budget, together with decoding requests, and short prompts need not wait for long ones
-(`PromptRoom`). If slots run out, the newest running request of the tenant that runs most is preempted and recomputed
-later; also if a tenant with no running request waits. A request that begins like an earlier one starts with that one's
-keys and values.
+(`PromptRoom`). Tenants have even parts of the seconds of a step (`FairSteps`). If slots run out, the newest running
+request of the tenant that runs most is preempted and recomputed later; also if a tenant with no running request waits.
+A request that begins like an earlier one starts with that one's keys and values.
 
 If several passes are in flight at once, each has a group of the running requests. A request in a pass in flight is
 not scheduled or preempted until the pass has ended, and its slots are not freed even if it ends.
@@ -12,12 +12,15 @@ not scheduled or preempted until the pass has ended, and its slots are not freed
 Sources: iteration-level scheduling, Orca (OSDI 2022); chunked prefill, Sarathi-Serve (OSDI 2024).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from specinfer.core.request import FinishReason, Request, Span
-from specinfer.engine.prompts import FirstTokens, PromptRoom, is_being_computed, token_shares
+from specinfer.core.step_record import StepRecord
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.engine.fair_steps import FairSteps, StepShares, asked_nodes
+from specinfer.engine.prompts import PromptRooms, is_being_computed
 from specinfer.engine.turns import GrammarTurns, PassTurns
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.model.kv_cache import KVCache
@@ -61,9 +64,10 @@ class Scheduler:
         self.planner: SLOPlanner | None = None  # limits by latency targets; None without measured costs
         self.waiting = WaitingQueue()
         self.grammar_turns = GrammarTurns()
-        self.first_tokens = FirstTokens()
         self.running: list[Request] = []  # oldest first
         self.turns = PassTurns()
+        self.fair = FairSteps(self.waiting, self.turns)
+        self.is_prioritized = False  # True if the step scheduled last has first tokens first, and no draft tokens
         self.is_starved = False  # True if requests wait for slots that a pass in flight uses
 
     @property
@@ -71,7 +75,14 @@ class Scheduler:
         """Maximum number of requests that run at once."""
         return self._max_num_seqs
 
+    def plan_with(self, planner: SLOPlanner | None) -> None:
+        """Take a planner, and what it knows of the seconds of passes."""
+        self.planner = planner
+        if planner is not None:
+            self.fair.seconds.expect(planner.pass_seconds)
+
     def add(self, request: Request) -> None:
+        request.drafting.num_wanted = asked_nodes(request)
         self.grammar_turns.add(request)
         self.waiting.add(request)
 
@@ -89,15 +100,13 @@ class Scheduler:
         preempted = self._preempt(num_groups)
         if not preempted:
             preempted = self._admit()
-        whole = self.grammar_turns.choose(self.turns.group(self.running, num_groups))
-        shares = self._shares(whole)
-        group = self.first_tokens.choose(whole, sum(shares), self.planner)
-        if group is not whole:
-            shares = self._shares(group)
-        self.is_starved = self.is_starved or sum(shares) > self._cache.num_available
+        group = self.grammar_turns.choose(self.turns.group(self.running, num_groups))
+        shares = self._shares(group)
+        self.is_prioritized = shares.is_prioritized
+        self.is_starved = self.is_starved or sum(shares.counts) > self._cache.num_available
         if self.is_starved:  # passes in flight have slots for draft tokens too, and free them soon
             return Schedule([], preempted)
-        return Schedule([self._span(*pair) for pair in zip(group, shares, strict=True)], preempted)
+        return Schedule([_span(*pair) for pair in zip(group, shares.counts, strict=True) if pair[1]], preempted)
 
     def schedule_arrivals(self, spans: Sequence[Span], num_guessed: int) -> list[Span]:
         """Return spans of requests that arrived since a pass was scheduled and that it takes too.
@@ -112,20 +121,29 @@ class Scheduler:
             return []
         arrived = self.grammar_turns.choose(self.running[num_running:])
         group, num_known = [span.request for span in spans], sum(span.end - span.start for span in spans)
-        shares = self._shares([*group, *arrived])[len(group) :]
+        shares = self._shares([*group, *arrived]).counts[len(group) :]
         tokens_left = self._max_num_batched_tokens - num_known
         joined = []
         for request, share in zip(arrived, shares, strict=True):
             count = min(share, tokens_left)
             if count > 0:
-                joined.append(self._span(request, count))
+                joined.append(_span(request, count))
                 tokens_left -= count
         return joined
 
-    def _span(self, request: Request, count: int) -> Span:
-        """Return the span of a request's next known tokens, and charge them to its tenant."""
-        self.waiting.charge(request, count)
-        return Span(request, request.num_computed, request.num_computed + count)
+    def cut(
+        self,
+        spans: Sequence[Span],
+        budgets: Sequence[TreeBudget],
+        reading: Sequence[Span] = (),
+        num_to_read: Callable[[Request], int] = lambda request: 0,
+    ) -> list[TreeBudget]:
+        """Return the budgets of these spans' trees, cut to the room of a step, as `FairSteps.cut`."""
+        return self.fair.cut(spans, budgets, reading, self.running, num_to_read)
+
+    def charge(self, step: StepRecord, parts: Sequence[tuple[Span, TokenTree | None]]) -> None:
+        """Charge the seconds of a step that has ended to tenants, as `FairSteps.charge`."""
+        self.fair.charge(step, parts)
 
     def num_draft_slots(self, spans: Sequence[Span], num_passes: int = 1) -> int:
         """Return the number of slots that draft tokens of a pass over these spans may take.
@@ -137,7 +155,8 @@ class Scheduler:
         free = self._cache.num_available - sum(span.end - span.start for span in spans)
         if num_passes > 1 or len(spans) < len(self.running):  # leave slots for other requests in the next pass
             requests = {span.request for span in spans}
-            free -= sum(self._shares([request for request in self.turns.idle(self.running) if request not in requests]))
+            others = [request for request in self.turns.idle(self.running) if request not in requests]
+            free -= sum(self._shares(others).counts)
             free -= len(self.turns.in_flight)
             head = next(iter(self.waiting), None)
             if head is not None and len(self.running) < self._max_num_seqs and not self.waiting.is_full(head.tenant):
@@ -148,11 +167,6 @@ class Scheduler:
     def decoding(self) -> list[Request]:
         """Return the decoding requests in no pass: they have output, and only the last token is not computed."""
         return [request for request in self.turns.idle(self.running) if request.num_output and request.num_unread == 1]
-
-    def charge(self, requests: Sequence[Request]) -> None:
-        """Charge one known token to each of these requests, which are in passes that were not scheduled here."""
-        for request in requests:
-            self.waiting.charge(request, 1)
 
     def mark_in_flight(self, spans: Sequence[Span]) -> None:
         """Mark the requests of a pass that begins."""
@@ -168,16 +182,17 @@ class Scheduler:
                 self._cache.commit(request.request_id, ())
                 self._give_back(request)
 
-    def _shares(self, group: Sequence[Request]) -> list[int]:
+    def _shares(self, group: Sequence[Request]) -> StepShares:
         """Return the number of known tokens that each request of a group computes."""
-        return token_shares(group, self._max_num_batched_tokens, self._max_num_prompt_logprobs, self.planner)
+        limits = self._max_num_batched_tokens, self._max_num_prompt_logprobs
+        return self.fair.shares(group, self.running, *limits, self.planner)
 
     def _preempt(self, num_groups: int) -> list[Request]:
         """Preempt requests until the tokens of the next pass fit; none while a pass is in flight."""
         preempted: list[Request] = []
         if self.turns.in_flight:
             return preempted
-        while sum(self._shares(self.turns.group(self.running, num_groups))) > self._cache.num_available:
+        while sum(self._shares(self.turns.group(self.running, num_groups)).counts) > self._cache.num_available:
             preempted.append(self._newest_of_most(self.running))
             self._put_back(preempted[-1])
         return preempted
@@ -212,18 +227,25 @@ class Scheduler:
         idle = self.turns.idle(self.running)
         slots_left = self._cache.num_available - sum(request.num_unread for request in idle)
         slots_left -= len(self.turns.in_flight) + num_guessed
-        room, blocks_left = PromptRoom(idle, self._max_num_batched_tokens), RESTORED_AT_ONCE
+        kept_out = set[str]()
+        rooms, blocks_left = PromptRooms(idle, self._max_num_batched_tokens), RESTORED_AT_ONCE
         for request in list(islice(self.waiting, MAX_LOOKED_AT)):
-            if room.is_empty or len(self.running) >= self._max_num_seqs:
+            if len(self.running) >= self._max_num_seqs:
                 break
-            if self.waiting.is_full(request.tenant) or request in preempted or self._lacks_adapter(request):
+            room = rooms.of_tenant(request.tenant)
+            if (
+                room.is_empty
+                or self.waiting.is_full(request.tenant)
+                or request in preempted
+                or self._lacks_adapter(request)
+            ):
                 continue
             if self._is_leaving(request.request_id) or not room.may_look_up(request):
                 continue
             if is_being_computed(request, self.running, keeps_prefixes=self._cache.keeps_prefixes):
                 continue
-            if self.planner is not None and not self.planner.may_admit(self.running):
-                break
+            if not self._may_admit(request, kept_out):
+                continue
             most = blocks_left if self.running else None  # running requests wait for what is read
             num_read, is_whole = self._cache.restore(request.cache_salt, _reusable(request), most)
             blocks_left = max(blocks_left - num_read, 0)
@@ -245,6 +267,22 @@ class Scheduler:
             room.take(request)
             slots_left -= count
         return preempted
+
+    def _may_admit(self, request: Request, kept_out: set[str]) -> bool:
+        """Return whether no running request would miss its target because of this one; note its tenant otherwise.
+
+        Only targets count of its own tenant, and of tenants that run no more than it would: targets that are spread
+        over many outputs of a tenant keep no other one out.
+        """
+        if self.planner is None:
+            return True
+        if request.tenant not in kept_out:
+            most, running = self.waiting.num_running(request.tenant) + 1, self.waiting.num_running
+            rivals = [one for one in self.running if one.tenant == request.tenant or running(one.tenant) <= most]
+            if self.planner.may_admit(rivals):
+                return True
+        kept_out.add(request.tenant)
+        return False
 
     def _lacks_adapter(self, request: Request) -> bool:
         """Return whether a request must wait because the running ones have as many other adapters as a batch may."""
@@ -298,6 +336,11 @@ class Scheduler:
             self._cache.free(request.request_id)
         else:
             self._cache.release(request.request_id, request.cache_salt, request.token_ids)
+
+
+def _span(request: Request, count: int) -> Span:
+    """Return the span of a request's next known tokens."""
+    return Span(request, request.num_computed, request.num_computed + count)
 
 
 def _reusable(request: Request) -> list[int]:

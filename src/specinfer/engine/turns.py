@@ -28,8 +28,12 @@ class PassTurns:
         idle, most = self.idle(running), -(-len(running) // num_groups)
         if len(idle) <= most:
             return idle
-        chosen = set(sorted(idle, key=lambda request: self._last.get(request.request_id, 0))[:most])
+        chosen = set(self.in_order(idle)[:most])
         return [request for request in idle if request in chosen]
+
+    def in_order(self, requests: Sequence[Request]) -> list[Request]:
+        """Return requests in the order of their turns: the longest without a pass first."""
+        return sorted(requests, key=lambda request: self._last.get(request.request_id, 0))
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Note the requests of a pass that begins."""

@@ -1,8 +1,9 @@
 """The waiting queue: fair between tenants, then by priority within a tenant, then by deadline, then by arrival.
 
 The tenant with the fewest running requests is next. Between equals, fairness is by service: each tenant has a counter
-of the tokens computed for it, and the tenant with the least is next. A tenant that returns after a pause starts level
-with the least served one present, so that a pause earns no credit. A single tenant is served first come, first served.
+of the engine's seconds that it took, and the tenant with the least is next. A tenant that returns after a pause starts
+level with the least served one present, so that a pause earns no credit. A single tenant is served first come, first
+served.
 
 A request whose first token can still be in time for its SLO comes before others, the earliest deadline first. One that
 is late, or has no deadline, waits with the others. Every fourth place is that of the oldest request, so that none waits
@@ -34,7 +35,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.max_running: Mapping[str, int] = {}
         self._queues: dict[tuple[float, str], deque[Request]] = {}  # by priority and tenant
-        self._served: dict[str, float] = {}  # tokens computed, by tenant
+        self._served: dict[str, float] = {}  # seconds, by tenant
         self._num_present: Counter[str] = Counter()  # requests waiting or running, by tenant
         self._num_waiting: Counter[str] = Counter()
         self._num_taken = 0
@@ -96,9 +97,15 @@ class WaitingQueue:
                 return True
         return False
 
-    def charge(self, request: Request, num_tokens: int) -> None:
-        """Count tokens computed for a request's tenant."""
-        self._served[request.tenant] += num_tokens
+    @property
+    def num_tenants(self) -> int:
+        """Tenants with requests that wait or run."""
+        return len(self._num_present)
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """Count seconds of a step for a tenant, unless it has left."""
+        if tenant in self._served:
+            self._served[tenant] += seconds
 
     def leave(self, request: Request) -> None:
         """Remove an ended request, in any state, from its tenant's count."""

@@ -79,7 +79,8 @@ class SLOPlanner:
         saved = float(self._plain_seconds(len(requests)) - self._seconds(len(requests), tree) / tree.tokens)
         urgent = {int(i) for i in places[is_urgent] if pays_to_read(requests[i], saved, self._costs)}
         budget = TreeBudget(int(tree.nodes), int(tree.levels))
-        others = budgets if shares else [OFF] * len(budgets)
+        plain = set[str]() if shares else {requests[i].tenant for i in urgent}  # others keep their trees
+        others = [OFF if request.tenant in plain else own for request, own in zip(requests, budgets, strict=True)]
         return [budget if i in urgent else other for i, other in enumerate(others)]
 
     def _choose(

@@ -42,7 +42,7 @@ def make_engine(parts: Assembly, config: SpeculativeConfig, progress: ProgressCa
     why_no_sampled = why_not_sampled(drafter, config.verification)
     log_gpu_path(target, speculator.why_not_captured, why_no_steps, why_no_sampled, device=target.loaded.device)
     engine = Engine(target, drafter, policy, scheduler, config.verification, executor)
-    scheduler.planner = policy.planner
+    scheduler.plan_with(policy.planner)
     return engine
 
 

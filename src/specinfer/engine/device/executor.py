@@ -167,7 +167,6 @@ class DeviceExecutor:
             self._device.write_acceptance(self._budgets.chances())
         self.num_launched += 1
         self._launches.append(launch)
-        self._scheduler.charge([served.request for served in launch.device_requests])
         self._served.reserve(launch)
         self._drafts.share_slots(launch)
 

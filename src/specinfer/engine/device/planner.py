@@ -50,7 +50,7 @@ class StepPlanner:
         if num_slots < 0:  # not one slot for each: the scheduler preempts a request
             self.leave(in_flight)
             return None
-        budgets = self._budgets.of(device_requests, policy.budgets)
+        budgets = self._budgets.of(device_requests, lambda spans: self._scheduler.cut(spans, policy.budgets(spans)))
         reach = max((budget.max_depth for budget in self._budgets.uncut), default=0)
         reach += sum(1 + launch.size.max_depth for launch in in_flight)  # tokens that the host does not know
         has_masks = any(served.request.restricts_tokens(reach) for served in device_requests)

@@ -1,0 +1,366 @@
+"""FairSteps: how long a step may take, and what of it each tenant may use. All shares are of the engine's seconds.
+
+Steps of a tenant alone may take half a second, or eight plain passes, so that another one that comes does not wait for
+longer. Beside others each tenant has an even part of every step, and may use what others leave. A part is as long as
+the lightest decoding tenant needs, so with `n` tenants a token takes at most `n` times as long as alone. What a step
+has room for is counted in rows of its pass:
+
+    known tokens | draft tokens, with the time of drafting them | log-probabilities and masks, by their seconds
+
+Outputs of a tenant that do not fit take turns, prompts are read in smaller chunks, and trees are cut.
+
+Example: a pass takes 10 ms, and 2 ms more for each further row. Tenant A decodes one output with 4 draft tokens, 18 ms.
+Tenant B has 16 outputs with 64 draft tokens each. A step has 36 ms, 14 rows. A needs 5, so B gets 9: nine of its
+outputs, without draft tokens.
+
+First tokens are computed before others take their parts, as long as a tenant has not used much time for its own.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from specinfer.core.limits import SLO
+from specinfer.core.request import Request, ScoringTime, Span
+from specinfer.core.step_record import StepRecord
+from specinfer.core.tree import TokenTree, TreeBudget
+from specinfer.core.tree_shape import parse_tree
+from specinfer.engine.prompts import token_shares
+from specinfer.engine.step_seconds import StepSeconds
+from specinfer.engine.turns import PassTurns
+from specinfer.engine.waiting import WaitingQueue
+from specinfer.policy.slo_planner import SLOPlanner
+
+_ALONE, _PASSES_ALONE = 0.5, 8  # seconds of a step of one tenant, or passes over one row if these are longer
+_PART, _PASSES_EACH = 0.05, 2  # the same for each of several tenants
+_FIRST, _PASSES_FIRST = 0.5, 8  # the same for the first tokens of a tenant, which come back with time:
+_FIRST_SHARE = 0.25  # of the time, divided among all tenants
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StepShares:
+    """The known tokens that each request of a group computes, and whether first tokens come first."""
+
+    counts: list[int]
+    is_prioritized: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepRoom:
+    """The rows that a step has room for, and what counts as a row.
+
+    Attributes:
+        num_rows: Rows of a pass that takes as long as the step may.
+        row_seconds: Seconds of one of them.
+        seconds: Costs of steps.
+    """
+
+    num_rows: float
+    row_seconds: float
+    seconds: StepSeconds
+
+    def rows_of(self, request: Request) -> float:
+        """Return the rows that a known token of a request counts as."""
+        return 1.0 + self.seconds.on_host(request) / self.row_seconds
+
+    @property
+    def rows_of_node(self) -> float:
+        """Rows that a draft token counts as."""
+        return 1.0 + self.seconds.of_node / self.row_seconds
+
+
+class FairSteps:
+    """The room of steps, divided among tenants.
+
+    Args:
+        waiting: Knows the tenants that are present, and counts the seconds that each was served.
+        turns: The order in which requests had their last passes.
+
+    Attributes:
+        seconds: What steps cost.
+    """
+
+    def __init__(self, waiting: WaitingQueue, turns: PassTurns) -> None:
+        self.seconds = StepSeconds()
+        self._waiting, self._turns = waiting, turns
+        self._first_seconds = defaultdict[str, float](float)  # used for first tokens beside others, by tenant
+
+    # ------------------------------------------------------------------------------------ the step
+
+    def _room(self, running: Sequence[Request], least: float = 1.0) -> StepRoom | None:
+        """Return the room of a step, or None if nothing is known yet.
+
+        Args:
+            running: All requests that run.
+            least: Rows that a tenant alone has as long as no pass was seen to take too long.
+        """
+        if not self.seconds.is_known:
+            return None
+        length = self._length(running)
+        num_rows = max(self.seconds.rows_within(length), 1.0)
+        if self._waiting.num_tenants < 2 and length > self.seconds.longest:
+            num_rows = max(num_rows, least)
+        return StepRoom(num_rows, length / num_rows, self.seconds)
+
+    def _length(self, running: Sequence[Request]) -> float:
+        """Return the seconds that a step may take."""
+        plain, num_tenants = self.seconds.of_pass(1), self._waiting.num_tenants
+        alone = max(_ALONE, _PASSES_ALONE * plain)
+        if num_tenants < 2:
+            return alone
+        decoding = _by_tenant([request for request in running if request.num_output])
+        lightest = min((self._seconds_alone(requests) for requests in decoding.values()), default=alone)
+        usual = num_tenants * min(max(lightest, plain), max(_PART, _PASSES_EACH * plain))
+        targets = [_target(request) or usual for request in running]
+        wanted = min(targets if not self._waiting else [usual, *targets])
+        return max(min(wanted, alone), num_tenants * plain)
+
+    def _seconds_alone(self, requests: Sequence[Request]) -> float:
+        """Return the seconds of a step of these decoding requests alone."""
+        num_nodes = sum(request.drafting.num_wanted for request in requests)
+        on_host = sum(map(self.seconds.on_host, requests))
+        return self.seconds.of_pass(len(requests) + num_nodes) + num_nodes * self.seconds.of_node + on_host
+
+    # --------------------------------------------------------------------------------- known tokens
+
+    def shares(
+        self,
+        group: Sequence[Request],
+        running: Sequence[Request],
+        max_tokens: int,
+        max_prompt_logprobs: int,
+        planner: SLOPlanner | None,
+    ) -> StepShares:
+        """Return the number of known tokens that each request of a group computes in a step, 0 if it has no turn.
+
+        Args:
+            group: Requests, the oldest first.
+            running: All requests that run.
+            max_tokens: Budget of the step; each request that runs has one token even if that is more.
+            max_prompt_logprobs: Tokens of prompts whose log-probabilities are returned.
+            planner: Limits what is read beside outputs of the same tenant, or None.
+        """
+        tenants, room = _by_tenant(group), self._room(running, len(group) + max_tokens)
+        if room is None:
+            return StepShares(token_shares(group, max_tokens, max_prompt_logprobs, planner))
+        if len(tenants) < 2:
+            counts = self._shares_of(group, room, room.num_rows, max_tokens, max_prompt_logprobs, planner)
+            return StepShares([counts.get(request, 0) for request in group])
+        demands = {tenant: self._demand(requests, room) for tenant, requests in tenants.items()}
+        firsts = self._first_demands(tenants, room)
+        others = sum(min(map(room.rows_of, tenants[tenant])) for tenant in tenants if tenant not in firsts)
+        granted = in_turn(firsts, room.num_rows - others)
+        rest = {tenant: demand - granted.get(tenant, 0.0) for tenant, demand in demands.items()}
+        parts = even_parts(rest, room.num_rows - sum(granted.values()))
+        unread = {tenant: float(sum(request.num_unread for request in tenants[tenant])) for tenant in tenants}
+        most, counts = even_parts(unread, max_tokens), dict[Request, int]()
+        for tenant, requests in tenants.items():
+            part = parts[tenant] + granted.get(tenant, 0.0)
+            counts |= self._shares_of(requests, room, part, int(most[tenant]), max_prompt_logprobs // len(tenants))
+        return StepShares([counts.get(request, 0) for request in group], bool(firsts))
+
+    def _demand(self, requests: Sequence[Request], room: StepRoom) -> float:
+        """Return the rows that these requests could use in a step."""
+        return sum(
+            request.num_unread * room.rows_of(request)
+            + (request.drafting.num_wanted * room.rows_of_node if request.num_output else 0)
+            for request in requests
+        )
+
+    def _first_demands(self, tenants: Mapping[str, Sequence[Request]], room: StepRoom) -> dict[str, float]:
+        """Return the rows that first tokens need, of tenants whose time for them pays for these in this step."""
+        demands = dict[str, float]()
+        for tenant, requests in tenants.items():
+            demand = self._demand([request for request in requests if not request.num_output], room)
+            if demand and min(demand, room.num_rows) * room.row_seconds <= self._first_seconds_left(tenant):
+                demands[tenant] = demand
+        return demands
+
+    def _first_seconds_left(self, tenant: str) -> float:
+        most = max(_FIRST, _PASSES_FIRST * self.seconds.of_pass(1))
+        return most - self._first_seconds.get(tenant, 0.0)
+
+    def _shares_of(
+        self,
+        requests: Sequence[Request],
+        room: StepRoom,
+        num_rows: float,
+        max_tokens: int,
+        max_prompt_logprobs: int,
+        planner: SLOPlanner | None = None,
+    ) -> dict[Request, int]:
+        """Return the known tokens of one tenant's requests in so many rows; those that do not fit take turns."""
+        is_alone, left, taken = self._waiting.num_tenants < 2, num_rows, list(requests)
+        costs = {
+            request: room.rows_of(request) + (request.drafting.num_wanted * room.rows_of_node if is_alone else 0.0)
+            for request in requests
+        }
+        if sum(costs.values()) > num_rows:
+            taken = []
+            for request in self._turns.in_order(requests):
+                left -= costs[request]
+                if taken and left < 0:
+                    break
+                taken.append(request)
+            taken = [request for request in requests if request in taken]
+        left = max(num_rows - sum(costs[request] for request in taken), 0.0)
+        scoring = [room.rows_of(request) for request in taken if request.lacks_prompt_logprobs]
+        if scoring:
+            max_prompt_logprobs = min(max_prompt_logprobs, int(left / max(scoring)))
+        most = min(max_tokens, len(taken) + int(left))
+        return dict(zip(taken, token_shares(taken, most, max_prompt_logprobs, planner), strict=True))
+
+    # --------------------------------------------------------------------------------- draft tokens
+
+    def cut(
+        self,
+        spans: Sequence[Span],
+        budgets: Sequence[TreeBudget],
+        reading: Sequence[Span],
+        running: Sequence[Request],
+        num_to_read: Callable[[Request], int],
+    ) -> list[TreeBudget]:
+        """Return the budgets of trees, cut to the room of the step.
+
+        A tenant alone keeps the shapes of its trees; its outputs take turns (`shares`). Beside others trees are cut.
+
+        Args:
+            spans: Spans that emit tokens.
+            budgets: Their budgets.
+            reading: The other spans of the step.
+            running: All requests that run.
+            num_to_read: Returns the tokens that drafters read before they draft for a request.
+        """
+        asked = {span.request: budget for span, budget in zip(spans, budgets, strict=True)}
+        for request, budget in asked.items():
+            request.drafting.num_wanted = _num_wanted(request, budget)
+        room, known = self._room(running), defaultdict[str, float](float)
+        if room is None or self._waiting.num_tenants < 2:
+            return list(budgets)
+        for span in (*spans, *reading):
+            known[span.request.tenant] += (span.end - span.start) * room.rows_of(span.request)
+        allowed = self._even(asked, room, known, num_to_read)
+        return [allowed[span.request] for span in spans]
+
+    def _even(
+        self,
+        budgets: Mapping[Request, TreeBudget],
+        room: StepRoom,
+        known: Mapping[str, float],
+        num_to_read: Callable[[Request], int],
+    ) -> dict[Request, TreeBudget]:
+        """Return the budgets cut to what is left of each tenant's part beside rows of known tokens."""
+        tenants, demands, allowed = _by_tenant(list(budgets)), dict(known), dict[Request, TreeBudget]()
+        for tenant, requests in tenants.items():
+            demands[tenant] += room.rows_of_node * sum(request.drafting.num_wanted for request in requests)
+        parts = even_parts(demands, room.num_rows)
+        for tenant, requests in tenants.items():
+            wanted = {
+                request: float(request.drafting.num_wanted)
+                for request in requests
+                if self._may_read(request, num_to_read)
+            }
+            most = even_parts(wanted, (parts[tenant] - known[tenant]) / room.rows_of_node)
+            for request in requests:
+                allowed[request] = _cut(request, budgets[request], int(most.get(request, 0.0)))
+        return allowed
+
+    def _may_read(self, request: Request, num_to_read: Callable[[Request], int]) -> bool:
+        """Return whether drafters may read the tokens of a request beside other tenants, and count the seconds."""
+        if not request.drafting.num_wanted:
+            return False
+        seconds = self.seconds.of_reading(num_to_read(request))
+        if seconds > self._first_seconds_left(request.tenant):
+            return False
+        self._first_seconds[request.tenant] += seconds
+        return True
+
+    # -------------------------------------------------------------------------------------- seconds
+
+    def charge(self, step: StepRecord, parts: Sequence[tuple[Span, TokenTree | None]]) -> None:
+        """Charge the seconds of a step to tenants, by what each request of it has cost.
+
+        Args:
+            step: The step.
+            parts: Its spans, with their trees.
+        """
+        scoring = [span.request.scoring for span, _ in parts]
+        total = ScoringTime(sum(each.seconds for each in scoring), sum(each.count for each in scoring))
+        self.seconds.observe(step, total)
+        self._give_back(step.time)
+        passing, is_shared = step.target_time + step.rest_time - total.seconds, self._waiting.num_tenants > 1
+        for span, tree in parts:
+            request, num_guessed = span.request, 0 if tree is None else tree.num_guessed
+            drafted = num_guessed / step.num_guessed if step.num_guessed else 1 / len(parts)
+            seconds = passing * (span.end - span.start + num_guessed) / step.num_rows + step.draft_time * drafted
+            seconds += request.scoring.seconds
+            request.scoring = ScoringTime()
+            request.drafting.num_nodes = max(num_guessed, request.drafting.num_nodes // 2)
+            self._waiting.charge(request.tenant, seconds)
+            if is_shared and span.start < len(request.prompt_ids):
+                self._first_seconds[request.tenant] += seconds
+
+    def _give_back(self, seconds: float) -> None:
+        """Give tenants their time for first tokens back, as so many seconds have gone by."""
+        back = seconds * _FIRST_SHARE / max(self._waiting.num_tenants, 1)
+        for tenant in list(self._first_seconds):
+            self._first_seconds[tenant] -= back
+            if self._first_seconds[tenant] <= 0:
+                del self._first_seconds[tenant]
+
+
+def asked_nodes(request: Request) -> int:
+    """Return the draft tokens of the tree that a request asks for, 0 if it leaves that to a policy."""
+    tree = request.params.tree
+    return 0 if tree in (None, "auto", "off") else parse_tree(tree).max_nodes
+
+
+def even_parts(demands: Mapping[T, float], total: float) -> dict[T, float]:
+    """Return even parts of a total, of which nobody gets more than it demands; the others get what it leaves."""
+    parts, left, num_left = dict[T, float](), max(total, 0.0), len(demands)
+    for key in sorted(demands, key=demands.__getitem__):
+        parts[key] = min(demands[key], left / num_left)
+        left, num_left = left - parts[key], num_left - 1
+    return parts
+
+
+def in_turn(demands: Mapping[T, float], total: float) -> dict[T, float]:
+    """Return the parts of a total if the smallest demand is met first, then the next one."""
+    parts, left = dict[T, float](), max(total, 0.0)
+    for key in sorted(demands, key=demands.__getitem__):
+        parts[key] = min(demands[key], left)
+        left -= parts[key]
+    return parts
+
+
+def _by_tenant(requests: Sequence[Request]) -> dict[str, list[Request]]:
+    tenants = dict[str, list[Request]]()
+    for request in requests:
+        tenants.setdefault(request.tenant, []).append(request)
+    return tenants
+
+
+def _target(request: Request) -> float | None:
+    """Return the seconds that each token of a request may take, or None if it has no target."""
+    slo = request.params.slo
+    return slo.tpot / 1000 if isinstance(slo, SLO) and slo.tpot is not None else None
+
+
+def _num_wanted(request: Request, budget: TreeBudget) -> int:
+    """Return the draft tokens that a tree of this budget may be expected to have, if nothing cuts it.
+
+    Trees that stop where tokens become unlikely are mostly as large as the last one, or larger if that one was cut.
+    """
+    last = request.drafting.num_nodes
+    return min(budget.max_nodes, last + last // 2 + 1) if budget.min_path_prob else budget.max_nodes
+
+
+def _cut(request: Request, budget: TreeBudget, num_nodes: int) -> TreeBudget:
+    """Return the budget with at most so many nodes, and note in the request if a shape that it asked for is cut."""
+    cut = budget.cut(budget.max_depth, num_nodes)
+    if cut.max_nodes < budget.max_nodes and asked_nodes(request):
+        request.speculation.num_cut_steps += 1
+    return cut
