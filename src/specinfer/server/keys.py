@@ -10,6 +10,7 @@ ROLES = frozenset({"admin", "generate", "metrics"})
 MIN_KEY_LENGTH = 8
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LIMITS = tuple(each.name for each in fields(TenantLimits))
+_EXAMPLE = "a line is such as: sk-0123456789 generate name=alice max-num-seqs=4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +76,15 @@ def read_key_file(path: str, text: str) -> dict[str, KeySettings]:
         if not words or words[0].startswith("#"):
             continue
         place = f"api_key_file: {path}, line {i}"
-        check_key(place, words[0])
         if words[0] in keys:
             raise ValueError(f"{place}: the key is in an earlier line too; name it once")
         try:
+            check_key(place, words[0])
             keys[words[0]] = _settings(words[1:])
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+            raise ValueError(f"{place}: {str(error).removeprefix(f'{place}: ')}; {_EXAMPLE}") from error
     if not keys:
-        raise ValueError(f"api_key_file: {path} has no key; write one in each line")
+        raise ValueError(f"api_key_file: {path} has no key; {_EXAMPLE}")
     return keys
 
 
