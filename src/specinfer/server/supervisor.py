@@ -250,7 +250,7 @@ def _describe(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
-    return f"ended by {name}" + (", which the system sends if memory runs out," if name == "SIGKILL" else "")
+    return f"ended by {name}" + (" (which the system sends if memory runs out)" if name == "SIGKILL" else "")
 
 
 def _log(level: int, text: str) -> None:
