@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 PROMPTS = random_prompts([3, 40, 17, 60])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 SAMPLED = SamplingParams(temperature=1.0, top_k=20, seed=1, max_tokens=16)
-_DEPTHS = {"gpt2": "n_layer", "gpt_bigcode": "n_layer", "mpt": "n_layers"}
+_DEPTHS = {"bloom": "n_layer", "gpt2": "n_layer", "gpt_bigcode": "n_layer", "mpt": "n_layers"}
 
 
 def _deep(model_folder: Callable[..., Path], family: str) -> Path:

@@ -46,6 +46,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon sequential": ("falcon-7b", {"parallel_attn": False}),
     "falcon one norm": ("falcon", {"num_ln_in_parallel_attn": 1}),
     "falcon 5 heads": ("falcon-rw", {"num_attention_heads": 5, "hidden_size": 40}),
+    "bloom post norm": ("bloom", {"apply_residual_connection_post_layernorm": True}),
+    "bloom 6 heads": ("bloom", {"n_head": 6, "hidden_size": 48}),
     "mpt clipped": ("mpt", {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.2}}),
     "mpt 6 heads": ("mpt", {"n_heads": 6, "d_model": 48}),
     "opt post norm": ("opt", {"do_layer_norm_before": False}),

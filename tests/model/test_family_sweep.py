@@ -8,12 +8,15 @@ import transformers
 
 import sweep
 from native_layers import check_tree_logits
+from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
 from specinfer.model.load import load_model
 from specinfer.model.own_pass import REMEDY
 from specinfer.model.past import OWN, PACKED, PACKED_WITH_PAST, way_of
 from specinfer.model.reach import Reach
+from specinfer.model.runner import ModelRunner
 from specinfer.parallel.group import ShardSpec
+from tiny import make_engine, quick, resized, run
 
 SHARDS = 8
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
@@ -75,3 +78,23 @@ def test_stages_of_a_definition_that_chooses_masks_are_refused_with_the_remedy(f
     for rank in range(2):
         with pytest.raises(ModelError, match=r"^pipeline_parallel_size: .*; use 1, or tensor_parallel_size"):
             load_model(tmp_path, torch.float32, torch.device("cpu"), shard=ShardSpec(stage=rank, num_stages=2))
+
+
+@pytest.mark.parametrize("family", quick(WAYS, "afmoe", "llama4_text", "deepseek_v32"))
+@pytest.mark.parametrize("form", ["streamed", "int8", "8-bit keys"])
+def test_each_way_runs_in_the_forms_of_other_families(family: str, form: str, tmp_path: Path) -> None:
+    model, folder = sweep.tiny_model(family), tmp_path / "model"
+    model.save_pretrained(folder)
+    offload = OffloadConfig(offload="disk", offload_folder=str(tmp_path / "copy")) if form == "streamed" else None
+    runner = ModelRunner(
+        load_model(
+            folder, torch.float32, torch.device("cpu"), "int8" if form == "int8" else None,
+            offload=offload, kv_dtype=torch.float8_e4m3fn if form == "8-bit keys" else None,
+        ), 256, keeps_prefixes=True,
+    )  # fmt: skip
+    if form == "streamed":
+        check_tree_logits(model, runner)
+        return
+    plain = run(make_engine(resized(runner, 256)), sweep.requests("plain"))
+    texts = [[*prompt, *output] for prompt, output in zip(sweep.prompts(), plain, strict=True)]
+    assert sweep.continued(runner, texts) == texts

@@ -201,6 +201,12 @@ def load(model: Any, folder: Path) -> ModelRunner:
     return ModelRunner(load_model(folder, torch.float32, torch.device("cpu")), 256, keeps_prefixes=True)
 
 
+def requests(name: str) -> list[Request]:
+    """Return greedy requests for the prompts."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    return [make_request(f"{name}-{i}", prompt, params) for i, prompt in enumerate(prompts())]
+
+
 def outcome_of(family: str, folder: Path) -> Outcome:
     """Load a tiny model of the family, and compare its greedy text with that of transformers.
 
@@ -240,12 +246,10 @@ def check_own_texts(model: Any, runner: ModelRunner) -> None:
 
 def continued(runner: ModelRunner, texts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return what the prompts of these texts become in a batch, with trees, and prefixes of the same prompts."""
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     found = []
     for turn in range(2):  # the second time the prompts are in the cache
         engine = make_engine(runner, Oracle(texts), TreeBudget(9, 3, (3, 1, 1)))
-        requests = [make_request(f"{turn}-{i}", prompt, params) for i, prompt in enumerate(prompts())]
-        outputs = run(engine, requests)
+        outputs = run(engine, requests(str(turn)))
         found.append([[*prompt, *output] for prompt, output in zip(prompts(), outputs, strict=True)])
     assert found[0] == found[1]
     return found[0]

@@ -100,6 +100,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_seq_len": 256,
         "eos_token_id": None,
     },
+    "bloom": _NONE | {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": 256},
     "gpt_bigcode": _GPT,
     "mistral": _LLAMA | _WINDOW | _HEAD,
     "mixtral": _LLAMA | _WINDOW | _LOCAL_MOE,

@@ -18,7 +18,7 @@ _MOST = 2**24  # positions that a factor can lead to; tables have one row for ea
 def max_position_of(config: Any) -> int:
     """Return the number of positions of a model."""
     config = config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"):
         if isinstance(value := getattr(config, name, None), int):
             return value
     if set(getattr(config, "layer_types", None) or ()) == {"linear_attention"}:

@@ -130,7 +130,7 @@ def read_definition(
     family, weights = config.model_type, folder if state_dict is None else state_dict
     try:
         try:
-            # Falcon and MPT do not use the attention interface; their replacements call our attention themselves.
+            # Some do not use the attention interface; their replacements call our attention themselves.
             model, info = _checked(config, weights, dtype, OWN if family in REPLACED else PACKED)
         except KeyError as error:  # from a table of attention classes
             if error.args != (PACKED,):

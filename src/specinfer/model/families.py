@@ -1,6 +1,6 @@
-"""Families whose definition in transformers bypasses the attention interface: Falcon and MPT.
+"""Families whose definition in transformers bypasses the attention interface and adds ALiBi: BLOOM, Falcon and MPT.
 
-Both were in the original SpecInfer. The loaded submodules and their weights are kept. Only the loop over layers and the
+The loaded submodules and their weights are kept. Only the loop over layers and the
 attention call are replaced. ALiBi is passed as a bias by key position.
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specinfer.model.attention import tree_attention
 from specinfer.model.batch import ForwardBatch
+from specinfer.model.context_length import max_position_of
 from specinfer.model.sharding.placeholder import End, Placeholder, StageEnd
 
 
@@ -111,14 +112,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 
 
+def _alibi_slopes(heads: int) -> list[float]:
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 / power * (i + 1)) for i in range(power)]
+    return slopes + [2 ** (-4 / power * (2 * i + 1)) for i in range(heads - power)]
+
+
 def _falcon_key_bias(config: Any) -> Tensor:
     """Return the [heads, positions] ALiBi bias, rounded to bfloat16 as in Falcon's training, scaled like its scores."""
     heads = config.num_attention_heads
-    power = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 / power * (i + 1)) for i in range(power)]
-    slopes += [2 ** (-4 / power * (2 * i + 1)) for i in range(heads - power)]
     positions = torch.arange(config.max_position_embeddings)
-    bias = torch.tensor(slopes).bfloat16().unsqueeze(1) * positions
+    bias = torch.tensor(_alibi_slopes(heads)).bfloat16().unsqueeze(1) * positions
     return bias.float() / math.sqrt(config.hidden_size // heads)
 
 
@@ -158,4 +162,41 @@ class Mpt(nn.Module):
         return SimpleNamespace(logits=self.lm_head(self.trunk.norm_f(hidden)[:, logits_to_keep]))
 
 
-REPLACED: dict[str, type[nn.Module]] = {"falcon": Falcon, "mpt": Mpt}
+class Bloom(nn.Module):
+    """A loaded `BloomForCausalLM`, with tree attention."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.config = model.config
+        self.trunk, self.lm_head = model.transformer, model.lm_head
+        self.layers = nn.ModuleList(_Layer(i) for i in range(len(self.trunk.h)))
+        slopes = torch.tensor(_alibi_slopes(self.config.n_head))
+        self.key_bias: Tensor
+        bias = slopes.unsqueeze(1) * torch.arange(max_position_of(self.config))
+        self.register_buffer("key_bias", bias, persistent=False)  # [heads, positions]
+
+    def forward(
+        self, input_ids: Tensor, logits_to_keep: Tensor, forward_batch: ForwardBatch, **_: Any
+    ) -> SimpleNamespace:
+        hidden = forward_batch.hidden
+        if hidden is None:
+            hidden = self.trunk.word_embeddings_layernorm(self.trunk.word_embeddings(input_ids))
+        for layer, block in zip(self.layers, self.trunk.h, strict=True):
+            if isinstance(block, End):
+                raise StageEnd(hidden)
+            if isinstance(block, Placeholder):
+                continue
+            attention, adds_normed = block.self_attention, self.config.apply_residual_connection_post_layernorm
+            normed = block.input_layernorm(hidden)
+            q, k, v = attention.query_key_value(normed).unflatten(2, (-1, 3, attention.head_dim)).permute(3, 0, 2, 1, 4)
+            out, _weights = tree_attention(
+                layer, q, k, v, None, forward_batch=forward_batch,
+                scaling=attention.inv_norm_factor, key_bias=self.key_bias,
+            )  # fmt: skip
+            hidden = attention.dense(out.flatten(2)) + (normed if adds_normed else hidden)
+            normed = block.post_attention_layernorm(hidden)
+            hidden = block.mlp(normed, normed if adds_normed else hidden)
+        return SimpleNamespace(logits=self.lm_head(self.trunk.ln_f(hidden)[:, logits_to_keep]))
+
+
+REPLACED: dict[str, type[nn.Module]] = {"bloom": Bloom, "falcon": Falcon, "mpt": Mpt}

@@ -13,7 +13,7 @@ from specinfer.model.runner import ModelRunner
 from tiny import make_engine, make_request, random_prompts, run, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-_DEPTHS = {"gpt2": "n_layer", "gpt_bigcode": "n_layer", "mpt": "n_layers"}
+_DEPTHS = {"bloom": "n_layer", "gpt2": "n_layer", "gpt_bigcode": "n_layer", "mpt": "n_layers"}
 
 
 def save_deep(folder: Path, family: str = "llama", num_layers: int = 6) -> Path:

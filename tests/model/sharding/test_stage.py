@@ -27,7 +27,7 @@ from tiny import FAMILIES, make_model, quick, random_prompts, save_model, transf
 CPU = torch.device("cpu")
 NUM_LAYERS = 3
 NUM_SLOTS = 64
-_LAYERS = {"mpt": "n_layers", "gpt2": "n_layer", "gpt_bigcode": "n_layer"}
+_LAYERS = {"bloom": "n_layer", "mpt": "n_layers", "gpt2": "n_layer", "gpt_bigcode": "n_layer"}
 _TREE = TokenTree((7, 3, 5, 9, 2), (-1, 0, 0, 1, 1), tuple(Draw(i, "a") for i in range(1, 5)))
 
 
@@ -94,7 +94,19 @@ def _passes(first: Sequence[int] = (11, 4, 7), tree: TokenTree = _TREE) -> list[
     "family",
     quick(
         FAMILIES,
-        *("llama", "opt", "falcon", "falcon-rw", "mpt", "gpt_bigcode", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss"),
+        *(
+            "llama",
+            "opt",
+            "bloom",
+            "falcon",
+            "falcon-rw",
+            "mpt",
+            "gpt_bigcode",
+            "gemma3_text",
+            "gpt2",
+            "gpt_neox",
+            "gpt_oss",
+        ),
     ),
 )
 def test_stages_of_a_family(family: str, tmp_path: Path) -> None:

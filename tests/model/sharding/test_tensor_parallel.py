@@ -86,7 +86,7 @@ def test_shards_of_layers_without_attention(tmp_path: Path, family: str, changes
 
 _NORMED_HEADS = ("olmo2", "olmo3-mixed", "olmo_hybrid", "olmoe", "minimax_m2")  # all heads of a token together
 _EACH_LAYOUT = (
-    "llama", "falcon", "falcon-rw", "mpt", "gpt_bigcode", "mixtral", "gemma3_text", "phi3", "gpt2", "gpt_oss",
+    "llama", "bloom", "falcon", "falcon-rw", "mpt", "gpt_bigcode", "mixtral", "gemma3_text", "phi3", "gpt2", "gpt_oss",
 )  # fmt: skip
 
 

@@ -192,6 +192,7 @@ _LATENT = LayerKind((_recurrence("self_attn"), *_MOE.parts[1:]))
 # Families that run as transformers defines them. Ranks split their layers by these parts, and read no norms of them.
 _UNFUSED = {
     "falcon": LayerKind((_in_one("self_attention.query_key_value", "self_attention.dense", "groups"), _NEOX_MLP)),
+    "bloom": LayerKind((_in_one("self_attention.query_key_value", "self_attention.dense", "groups"), _NEOX_MLP)),
     "gpt_neox": LayerKind((_in_one("attention.query_key_value", "attention.dense", "groups"), _NEOX_MLP)),
     "gpt2": LayerKind((_in_one("attn.c_attn", "attn.c_proj"), _GPT_MLP)),
     "gpt_bigcode": LayerKind((_in_one("attn.c_attn", "attn.c_proj", "groups"), _GPT_MLP)),
