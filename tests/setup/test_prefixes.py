@@ -152,5 +152,6 @@ def test_a_server_reads_while_others_generate(model_folder: Folders, tmp_path: P
 def test_what_is_measured_at_load_leaves_no_files(model_folder: Folders, tmp_path: Path) -> None:
     with _llm(_model(model_folder), tmp_path, drafters=["ngram"], tree="auto") as llm:
         llm.prepare()
-        assert llm.prefixes is not None
-    assert llm.prefixes.num_bytes == 0
+        prefixes = llm.prefixes
+    assert prefixes is not None
+    assert prefixes.num_bytes == 0
