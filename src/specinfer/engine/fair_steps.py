@@ -1,6 +1,6 @@
 """FairSteps: how long a step may take, and what of it each tenant may use. All shares are of the engine's seconds.
 
-Steps of a tenant alone may take half a second, or eight plain passes, so that another one that comes does not wait for
+Steps of a tenant alone may take half a second, or sixteen plain passes, so that another one that comes does not wait for
 longer. Beside others each tenant has an even part of every step, and may use what others leave. A part is as long as
 the lightest decoding tenant needs, so with `n` tenants a token takes at most `n` times as long as alone. What a step
 has room for is counted in rows of its pass:
@@ -32,7 +32,7 @@ from specinfer.engine.turns import PassTurns
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.policy.slo_planner import SLOPlanner
 
-_ALONE, _PASSES_ALONE = 0.5, 8  # seconds of a step of one tenant, or passes over one row if these are longer
+_ALONE, _PASSES_ALONE = 0.5, 16  # seconds of a step of one tenant, or passes over one row if these are longer
 _PART, _PASSES_EACH = 0.05, 2  # the same for each of several tenants
 _FIRST, _PASSES_FIRST = 0.5, 8  # the same for the first tokens of a tenant, which come back with time:
 _FIRST_SHARE = 0.25  # of the time, divided among all tenants
