@@ -207,7 +207,9 @@ def test_the_parent_answers_while_no_child_accepts_and_hands_connections_over_to
             assert answer.headers["retry-after"] in ("1", "2", "3")
             error = answer.json()["error"]
             assert error["code"] == "loading"
-            assert error["message"].startswith("the engine ended by SIGKILL (which the system sends if memory runs out)")
+            assert error["message"].startswith(
+                "the engine ended by SIGKILL (which the system sends if memory runs out)"
+            )
             assert error["message"].endswith(f"again in {answer.headers['retry-after']} s")
         assert next(lines) == ["loading"]
         for each in silent:

@@ -1,6 +1,6 @@
 """FairSteps: how long a step may take, and what of it each tenant may use. All shares are of the engine's seconds.
 
-Steps of a tenant alone may take half a second, or sixteen plain passes, so that another one that comes does not wait for
+Steps of a tenant alone may take half a second, or 16 plain passes, so that another one that comes does not wait for
 longer. Beside others each tenant has an even part of every step, and may use what others leave. A part is as long as
 the lightest decoding tenant needs, so with `n` tenants a token takes at most `n` times as long as alone. What a step
 has room for is counted in rows of its pass:
