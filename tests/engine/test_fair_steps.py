@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from specinfer.core.limits import SLO
-from specinfer.core.request import Request, Span
+from specinfer.core.request import Request, ScoringTime, Span
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.tree import TokenTree
+from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.engine.fair_steps import FairSteps, even_parts
 from specinfer.engine.step_seconds import StepSeconds
 from specinfer.engine.turns import PassTurns
@@ -239,6 +239,15 @@ def test_a_tenant_alone_is_not_limited_as_long_as_its_steps_are_short() -> None:
     many = [_running("b", f"b{i}") for i in range(64)]
     assert _counts(_fair(*many), many) == [1] * 64
     assert _counts(_fair(*many), [*many, _running("b", "prompt", num_unread=500, num_output=0)])[-1] > 100
+
+
+def test_trees_with_prices_of_rows_count_by_what_they_had() -> None:
+    """Such a tree may have 16 draft tokens and mostly has none; outputs would take turns for nothing."""
+    many = [_running("b", f"b{i}") for i in range(32)]
+    fair, budget = _fair(*many), TreeBudget(16, 16, row_prices=(0.2, 0.4))
+    fair.seconds.observe(make_record(num_rows=256, target_time=1.0), ScoringTime())  # longer than a step may take
+    fair.cut([Span(request, 1, 2) for request in many], [budget] * 32, [], many, lambda _: 0)
+    assert _counts(fair, many) == [1] * 32
 
 
 def test_nothing_is_limited_before_a_step_was_seen() -> None:

@@ -352,10 +352,11 @@ def _target(request: Request) -> float | None:
 def _num_wanted(request: Request, budget: TreeBudget) -> int:
     """Return the draft tokens that a tree of this budget may be expected to have, if nothing cuts it.
 
-    Trees that stop where tokens become unlikely are mostly as large as the last one, or larger if that one was cut.
+    Trees without tokens that are unlikely, or not worth their rows, are mostly as large as the last one, or larger if
+    that one was cut.
     """
-    last = request.drafting.num_nodes
-    return min(budget.max_nodes, last + last // 2 + 1) if budget.min_path_prob else budget.max_nodes
+    last, is_selective = request.drafting.num_nodes, budget.min_path_prob or budget.row_prices
+    return min(budget.max_nodes, last + last // 2 + 1) if is_selective else budget.max_nodes
 
 
 def _cut(request: Request, budget: TreeBudget, num_nodes: int) -> TreeBudget:
