@@ -271,6 +271,26 @@ def test_first_tokens_come_first_until_a_tenant_has_used_its_time_for_them() -> 
     assert fair.shares([decoding, begins], [decoding, begins], 512, 512, None).is_prioritized
 
 
+def test_reading_counts_only_where_a_model_has_read() -> None:
+    """Lookups may find enough for many steps; what no model read must not use up the time of a tenant."""
+    quiet, other = _running("a", "a"), _running("b", "b")
+    fair = _fair(quiet, other)
+
+    def budget() -> TreeBudget:
+        (allowed,) = fair.cut([Span(quiet, 1, 2)], [TreeBudget(4, 4)], [], [quiet, other], lambda _: 50)
+        return allowed
+
+    for _ in range(50):
+        assert budget().max_nodes == 4
+        fair.charge(make_record(num_requests=1, num_rows=1, target_time=0.01), [(Span(quiet, 1, 2), None)])
+    assert fair._first_seconds_left("a") == pytest.approx(0.5)
+    assert budget().max_nodes == 4
+    quiet.drafting.note_read()
+    quiet.drafting.is_read = False  # as when the request has ended in the same step
+    fair.charge(make_record(num_requests=1, num_rows=1, target_time=0.01), [(Span(quiet, 1, 2), None)])
+    assert fair._first_seconds_left("a") < 0.45
+
+
 def test_steps_are_as_long_as_the_targets_of_all_allow() -> None:
     slow = SLO(tpot=100.0)
     decoding = _running("a", "a", slo=slow)

@@ -118,7 +118,7 @@ class SimulatedServer:
         for span, budget in zip(decoding, budgets, strict=True):
             if budget.max_nodes and asks_model(budget) and not span.request.drafting.is_read:
                 num_read += _num_to_read(span.request)
-                span.request.drafting.is_read = True
+                span.request.drafting.note_read()
         trees, num_levels = self._drafting.grow(decoding, budgets)
         outcomes = [(tree, self._drafting.accepted(tree)) for tree in trees]
         num_guessed = sum(tree.num_guessed for tree in trees)

@@ -269,13 +269,17 @@ class FairSteps:
         return allowed
 
     def _may_read(self, request: Request, num_to_read: Callable[[Request], int]) -> bool:
-        """Return whether drafters may read the tokens of a request beside other tenants, and count the seconds."""
+        """Return whether drafters may read the tokens of a request beside other tenants, and count the seconds.
+
+        They are given back if no model reads, because lookups find enough.
+        """
         if not request.drafting.num_wanted:
             return False
         seconds = self.seconds.of_reading(num_to_read(request))
         if seconds > self._first_seconds_left(request.tenant):
             return False
         self._first_seconds[request.tenant] += seconds
+        request.drafting.unread_seconds = seconds
         return True
 
     # -------------------------------------------------------------------------------------- seconds
@@ -290,6 +294,9 @@ class FairSteps:
         scoring = [span.request.scoring for span, _ in parts]
         total = ScoringTime(sum(each.seconds for each in scoring), sum(each.count for each in scoring))
         self.seconds.observe(step, total)
+        for request in [span.request for span, _ in parts]:
+            self._first_seconds[request.tenant] -= request.drafting.unread_seconds
+            request.drafting.unread_seconds = 0.0
         self._give_back(step.time)
         passing, is_shared = step.target_time + step.rest_time - total.seconds, self._waiting.num_tenants > 1
         for span, tree in parts:

@@ -181,7 +181,13 @@ class HostExecutor:
         num_slots = self._num_draft_slots(spans)
         with self._drafting_safely(asking):
             wanted = [self._without_wait(*pair) for pair in zip(asking, policy.budgets(asking, reading), strict=True)]
-            wanted = self._scheduler.cut(asking, policy.with_forced(asking, wanted), reading, self._num_to_read)
+            wanted = policy.with_forced(asking, wanted)
+            to_read = {
+                span.request: self._num_to_read(span.request)
+                for span, budget in zip(asking, wanted, strict=True)
+                if asks_model(budget)
+            }
+            wanted = self._scheduler.cut(asking, wanted, reading, lambda request: to_read.get(request, 0))
             for i, budget in zip(decoding, fit(asking, wanted, num_slots), strict=True):
                 budgets[i] = budget
         return budgets
@@ -218,7 +224,7 @@ class HostExecutor:
                 request = span.request
                 if budget.max_nodes and (num_levels or not reads) and not request.drafting.is_read:
                     step.num_read += self._num_to_read(request)
-                    request.drafting.is_read = True
+                    request.drafting.note_read()
                 if is_sound(tree, span, budget, self.target.loaded.vocab_size):
                     trees[i] = tree
             step.trees = trees

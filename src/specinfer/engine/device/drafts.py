@@ -60,7 +60,7 @@ class DeviceDrafts:
         count = 0
         for served, budget in zip(device_requests, budgets, strict=True):
             if budget.max_nodes and served.read_by and not served.request.drafting.is_read:
-                served.request.drafting.is_read = True
+                served.request.drafting.note_read()
                 if readers & served.read_by:
                     count += len(served.request.token_ids) - served.request.num_cached
         return count
