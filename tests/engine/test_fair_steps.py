@@ -271,6 +271,21 @@ def test_first_tokens_come_first_until_a_tenant_has_used_its_time_for_them() -> 
     assert fair.shares([decoding, begins], [decoding, begins], 512, 512, None).is_prioritized
 
 
+def test_short_first_tokens_take_the_draft_tokens_of_others_in_a_quarter_of_the_time_at_most() -> None:
+    """A prompt of one token takes a small part of a step, which has no draft tokens for its sake."""
+    many = [_running("a", f"a{i}") for i in range(16)]
+    waiting = [_running("b", f"b{i}", num_output=0) for i in range(400)]
+    fair, num_prioritized = _fair(*many, *waiting), 0
+    for request in waiting:
+        group = [*many, request]
+        shares = fair.shares(group, group, 512, 512, None)
+        request.is_prioritized = shares.is_prioritized
+        num_prioritized += shares.is_prioritized
+        spans = [Span(one, one.num_computed, one.num_computed + 1) for one in group]
+        fair.charge(make_record(num_requests=17, num_rows=17, target_time=0.04), [(span, None) for span in spans])
+    assert 20 <= num_prioritized < 0.25 * len(waiting)
+
+
 def test_reading_counts_only_where_a_model_has_read() -> None:
     """Lookups may find enough for many steps; what no model read must not use up the time of a tenant."""
     quiet, other = _running("a", "a"), _running("b", "b")

@@ -169,6 +169,7 @@ class Request:
     logits_state: LogitsState = field(default_factory=LogitsState)
     times: RequestTimes = field(default_factory=RequestTimes)
     scoring: ScoringTime = field(default_factory=ScoringTime)
+    is_prioritized: bool = False  # the step under way computes its first token before others take their parts
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens whose keys and values were already cached
     num_prompt_computed: int = 0  # prompt tokens computed so far, with cached ones; a preemption does not lower it

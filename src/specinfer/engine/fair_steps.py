@@ -13,7 +13,8 @@ Example: a pass takes 10 ms, and 2 ms more for each further row. Tenant A decode
 Tenant B has 16 outputs with 64 draft tokens each. A step has 36 ms, 14 rows. A needs 5, so B gets 9: nine of its
 outputs, without draft tokens.
 
-First tokens are computed before others take their parts, as long as a tenant has not used much time for its own.
+First tokens are computed before others take their parts, as long as a tenant has not used much time for its own. Such
+a step has no draft tokens, so all of it counts, however short the prompt is.
 """
 
 from collections import defaultdict
@@ -42,10 +43,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StepShares:
-    """The known tokens that each request of a group computes, and whether first tokens come first."""
+    """The known tokens that each request of a group computes.
+
+    Attributes:
+        counts: Their numbers.
+        firsts: Tenants whose first tokens come first.
+    """
 
     counts: list[int]
-    is_prioritized: bool = False
+    firsts: frozenset[str] = frozenset()
+
+    @property
+    def is_prioritized(self) -> bool:
+        """True if first tokens come first."""
+        return bool(self.firsts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +171,7 @@ class FairSteps:
         for tenant, requests in tenants.items():
             part = parts[tenant] + granted.get(tenant, 0.0)
             counts |= self._shares_of(requests, room, part, int(most[tenant]), max_prompt_logprobs // len(tenants))
-        return StepShares([counts.get(request, 0) for request in group], bool(firsts))
+        return StepShares([counts.get(request, 0) for request in group], frozenset(firsts))
 
     def _demand(self, requests: Sequence[Request], room: StepRoom) -> float:
         """Return the rows that these requests could use in a step."""
@@ -299,6 +310,7 @@ class FairSteps:
             request.drafting.unread_seconds = 0.0
         self._give_back(step.time)
         passing, is_shared = step.target_time + step.rest_time - total.seconds, self._waiting.num_tenants > 1
+        firsts = defaultdict[str, float](float)
         for span, tree in parts:
             request, num_guessed = span.request, 0 if tree is None else tree.num_guessed
             drafted = num_guessed / step.num_guessed if step.num_guessed else 1 / len(parts)
@@ -308,7 +320,10 @@ class FairSteps:
             request.drafting.num_nodes = max(num_guessed, request.drafting.num_nodes // 2)
             self._waiting.charge(request.tenant, seconds)
             if is_shared and span.start < len(request.prompt_ids):
-                self._first_seconds[request.tenant] += seconds
+                firsts[request.tenant] += seconds
+        for tenant, seconds in firsts.items():
+            is_prioritized = any(span.request.tenant == tenant and span.request.is_prioritized for span, _ in parts)
+            self._first_seconds[tenant] += step.time if is_prioritized else seconds
 
     def _give_back(self, seconds: float) -> None:
         """Give tenants their time for first tokens back, as so many seconds have gone by."""

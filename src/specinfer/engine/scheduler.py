@@ -103,6 +103,8 @@ class Scheduler:
         group = self.grammar_turns.choose(self.turns.group(self.running, num_groups))
         shares = self._shares(group)
         self.is_prioritized = shares.is_prioritized
+        for request in group:
+            request.is_prioritized = request.tenant in shares.firsts
         self.is_starved = self.is_starved or sum(shares.counts) > self._cache.num_available
         if self.is_starved:  # passes in flight have slots for draft tokens too, and free them soon
             return Schedule([], preempted)
