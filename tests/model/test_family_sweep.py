@@ -10,6 +10,7 @@ import sweep
 from native_layers import check_tree_logits
 from specinfer.core.config import OffloadConfig
 from specinfer.core.errors import ModelError
+from specinfer.model.adapters.sites import connect
 from specinfer.model.load import load_model
 from specinfer.model.own_pass import REMEDY
 from specinfer.model.past import OWN, PACKED, PACKED_WITH_PAST, way_of
@@ -43,6 +44,11 @@ def test_trees_of_a_definition_with_masks_or_a_cache_of_its_own_are_its_paths(fa
     runner = sweep.load(model, tmp_path)
     assert way_of(runner.loaded.model) == WAYS[family]
     check_tree_logits(model, runner)
+
+
+def test_adapters_are_refused_where_they_would_have_no_effect(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="^enable_lora: family 'gptj' .*; merge the adapter into the weights"):
+        connect(sweep.load(sweep.tiny_model("gptj"), tmp_path).loaded)
 
 
 @pytest.mark.parametrize("family", COUNTING)

@@ -14,6 +14,7 @@ from specinfer.core.errors import ModelError
 from specinfer.core.lora import LoRAConfig
 from specinfer.model.adapters.hooks import hook
 from specinfer.model.adapters.peft_folder import Pair, Shape
+from specinfer.model.forward import attends_by_itself
 from specinfer.model.layers.device import Decoder, DeviceLayer
 from specinfer.model.layers.native import NativeLayer
 from specinfer.model.layers.packing import together
@@ -105,7 +106,7 @@ def connect(loaded: LoadedModel) -> list[Site]:
     """Return the sites of a loaded model, and prepare it for adapters; the index of a site is its number.
 
     Raises:
-        ModelError: The model has no linear layers that adapters can change.
+        ModelError: The model has no linear layers that adapters can change, or adapters do not know its rows.
     """
     sites: list[Site] = []
     model: Any = loaded.model
@@ -121,6 +122,11 @@ def connect(loaded: LoadedModel) -> list[Site]:
                     hook(linear.computed, len(sites))
                 sites.append(Site(parts, linear.interleaved))
         return sites
+    if attends_by_itself(model):
+        raise ModelError(
+            f"enable_lora: family {model.config.model_type!r} has a row for each request, which adapters do not know; "
+            "merge the adapter into the weights, or leave it out"
+        )
     inside = layer_names(model, model.config.get_text_config().num_hidden_layers)
     for name, module in model.named_modules():
         # Experts compute other rows than those of the pass, and so does what a recurrence computes once more.
