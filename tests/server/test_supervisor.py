@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import socket
@@ -84,6 +85,22 @@ os.kill(os.getpid(), signal.SIGSEGV)
     assert len(log) == 8
     assert "the engine ended by SIGSEGV; its requests are lost, and the model is loaded again" in log[0]
     assert log[-1].startswith("CRITICAL ")
+
+
+def test_lines_of_the_parent_have_the_format_of_the_log() -> None:
+    body = """
+show("start")
+if not parent.last_end:
+    os.kill(os.getpid(), signal.SIGSEGV)
+return 0
+"""
+    program = PROGRAM.replace("listener))", 'listener, log_format="json"))')
+    with supervised(body, program=program, stderr=subprocess.PIPE) as process:
+        assert process.wait(10) == 0
+        assert process.stderr is not None
+        line = json.loads(process.stderr.read())
+    assert (line["level"], line["logger"]) == ("error", "specinfer.server.supervisor")
+    assert line["message"].startswith("the engine ended by SIGSEGV")
 
 
 def test_a_child_that_reports_a_fault_of_the_user_ends_the_command_with_its_code() -> None:

@@ -112,8 +112,9 @@ def serve(
             else:
                 with listening(server) as listener:
                     code = supervise(
-                        partial(work, listener=listener), listener, has_tls=server.ssl_certfile is not None
-                    )
+                        partial(work, listener=listener), listener, has_tls=server.ssl_certfile is not None,
+                        log_format=server.log_format,
+                    )  # fmt: skip
         except OSError as error:
             raise UsageError(f"{error.args[0]}" if len(error.args) == 1 else str(error)) from error
     raise typer.Exit(code)

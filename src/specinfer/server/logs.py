@@ -5,13 +5,11 @@ The wording of the statistics is vLLM's, so that tools that parse its log can pa
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import re
 import sys
 import time
-from datetime import UTC, datetime
 from functools import partial
 from typing import TextIO
 
@@ -19,6 +17,7 @@ from specinfer.async_llm import AsyncLLM
 from specinfer.core.progress import gigabytes
 from specinfer.engine.tally import Tally, Totals
 from specinfer.server.background import BackgroundWriter
+from specinfer.server.json_lines import JSONLine
 from specinfer.server.middleware import REQUEST_ID
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ def configure(level: str, log_format: str = "text") -> None:
     """
     handler = BackgroundHandler(sys.stderr)
     line = _OneLine("%(levelname)s %(asctime)s %(name)s%(request)s: %(message)s")
-    handler.setFormatter(_JSONLine() if log_format == "json" else line)
+    handler.setFormatter(JSONLine() if log_format == "json" else line)
     handler.addFilter(_add_request)
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
@@ -98,23 +97,6 @@ class _OneLine(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # overrides logging's name
         return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", super().formatMessage(record))
-
-
-class _JSONLine(logging.Formatter):
-    """A format with an object a line, whose keys are time (UTC), level, logger, message, request and exception."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if request_id := getattr(record, "request_id", None):
-            fields["request"] = request_id
-        if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields)
 
 
 def _add_request(record: logging.LogRecord) -> bool:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from specinfer.core.systems import die_with_parent, stop_signals
+from specinfer.server.json_lines import JSONLine
 from specinfer.server.unavailable import UnavailableResponder
 
 
@@ -47,6 +48,7 @@ _STEADY_SECONDS = 60.0  # a server that was ready for longer did not fail becaus
 _MAX_FAILURES = 8  # in a row, with 0, 1, 2, 4, 8, 16 and 30 seconds between them
 _MAX_DELAY = 30.0
 ACCEPTING = "ACCEPTING=1"  # the child's state from when it accepts connections; the others are in the words of systemd
+_LINE = "%(levelname)s %(asctime)s %(name)s: %(message)s"
 _TICK = 0.25  # between two looks at clients that are slow
 
 
@@ -88,7 +90,9 @@ class ParentProcess:
         os._exit(1)  # the parent is gone
 
 
-def supervise(serve: Callable[[ParentProcess], int], listener: socket.socket, *, has_tls: bool = False) -> int:
+def supervise(
+    serve: Callable[[ParentProcess], int], listener: socket.socket, *, has_tls: bool = False, log_format: str = "text"
+) -> int:
     """Run a function in a child process, again whenever that dies, and return the exit code of the last one.
 
     The function returns its exit code; an exception of the function leaves `supervise` in the child. The listener is
@@ -96,15 +100,16 @@ def supervise(serve: Callable[[ParentProcess], int], listener: socket.socket, *,
 
     Args:
         has_tls: Connections are encrypted, so they wait for the child.
+        log_format: Format of log lines, as of `logs.configure`.
     """
-    return _Supervisor(listener, has_tls).run(serve)
+    return _Supervisor(listener, has_tls, JSONLine() if log_format == "json" else logging.Formatter(_LINE)).run(serve)
 
 
 class _Supervisor:
     """The parent, from the first child to the end of the last."""
 
-    def __init__(self, listener: socket.socket, has_tls: bool) -> None:
-        self._listener, self._has_tls = listener, has_tls
+    def __init__(self, listener: socket.socket, has_tls: bool, formatter: logging.Formatter) -> None:
+        self._listener, self._has_tls, self._formatter = listener, has_tls, formatter
         self._unavailable = UnavailableResponder(listener)
         self._woken, self._waking = os.pipe()
         for end in (self._woken, self._waking):
@@ -132,7 +137,8 @@ class _Supervisor:
             last_end, delay = _describe(code), min(2.0 ** (self._num_failures - 2), _MAX_DELAY)
             delay = delay if self._num_failures > 1 else 0.0
             wait = f" in {delay:g} s" if delay else ""
-            _log(logging.ERROR, f"the engine {last_end}; its requests are lost, and the model is loaded again{wait}")
+            lost = "its requests are lost, and the model is loaded again"
+            self._log(logging.ERROR, f"the engine {last_end}; {lost}{wait}")
             notify(f"STATUS=the engine {last_end} and is being loaded again")
 
     def _fork(self, last_end: str, delay: float) -> ParentProcess | None:
@@ -238,8 +244,16 @@ class _Supervisor:
         self._num_failures = 1 if served > _STEADY_SECONDS else self._num_failures + 1
         if self._num_failures < _MAX_FAILURES:
             return False
-        _log(logging.CRITICAL, f"the engine {_describe(code)}; {_MAX_FAILURES} failed in a row, and the server ends")
+        rest = f"{_MAX_FAILURES} failed in a row, and the server ends"
+        self._log(logging.CRITICAL, f"the engine {_describe(code)}; {rest}")
         return True
+
+    def _log(self, level: int, text: str) -> None:
+        """Write a line like those of the server's log, if that needs no waiting for whoever reads the log."""
+        line = self._formatter.format(logging.LogRecord(__name__, level, "", 0, text, (), None)) + "\n"
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error is closed
+            if select.select((), (sys.stderr,), (), 0)[1]:
+                os.write(sys.stderr.fileno(), line.encode())
 
 
 def _ignore(*_: object) -> None:
@@ -251,12 +265,3 @@ def _describe(code: int) -> str:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
     return f"ended by {name}" + (" (which the system sends if memory runs out)" if name == "SIGKILL" else "")
-
-
-def _log(level: int, text: str) -> None:
-    """Write a line like those of the server's log, if that needs no waiting for whoever reads the log."""
-    record = logging.LogRecord(__name__, level, "", 0, text, (), None)
-    line = logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s\n").format(record)
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error is closed
-        if select.select((), (sys.stderr,), (), 0)[1]:
-            os.write(sys.stderr.fileno(), line.encode())
