@@ -210,13 +210,13 @@ class FairSteps:
             for request in requests
         }
         if sum(costs.values()) > num_rows:
-            taken = []
+            fitting = set[Request]()
             for request in self._turns.in_order(requests):
                 left -= costs[request]
-                if taken and left < 0:
+                if fitting and left < 0:
                     break
-                taken.append(request)
-            taken = [request for request in requests if request in taken]
+                fitting.add(request)
+            taken = [request for request in requests if request in fitting]
         left = max(num_rows - sum(costs[request] for request in taken), 0.0)
         scoring = [room.rows_of(request) for request in taken if request.lacks_prompt_logprobs]
         if scoring:
