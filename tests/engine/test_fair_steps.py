@@ -12,7 +12,8 @@ from specinfer.core.limits import SLO
 from specinfer.core.request import Request, ScoringTime, Span
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.engine.fair_steps import FairSteps, even_parts
+from specinfer.engine.fair_steps import FairSteps
+from specinfer.engine.parts import even_parts
 from specinfer.engine.step_seconds import StepSeconds
 from specinfer.engine.turns import PassTurns
 from specinfer.engine.waiting import WaitingQueue
@@ -298,12 +299,12 @@ def test_reading_counts_only_where_a_model_has_read() -> None:
     for _ in range(50):
         assert budget().max_nodes == 4
         fair.charge(make_record(num_requests=1, num_rows=1, target_time=0.01), [(Span(quiet, 1, 2), None)])
-    assert fair._first_seconds_left("a") == pytest.approx(0.5)
+    assert fair._firsts.left("a") == pytest.approx(0.5)
     assert budget().max_nodes == 4
     quiet.drafting.note_read()
     quiet.drafting.is_read = False  # as when the request has ended in the same step
     fair.charge(make_record(num_requests=1, num_rows=1, target_time=0.01), [(Span(quiet, 1, 2), None)])
-    assert fair._first_seconds_left("a") < 0.45
+    assert fair._firsts.left("a") < 0.45
 
 
 def test_steps_are_as_long_as_the_targets_of_all_allow() -> None:

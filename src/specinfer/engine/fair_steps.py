@@ -13,32 +13,29 @@ Example: a pass takes 10 ms, and 2 ms more for each further row. Tenant A decode
 Tenant B has 16 outputs with 64 draft tokens each. A step has 36 ms, 14 rows. A needs 5, so B gets 9: nine of its
 outputs, without draft tokens.
 
-First tokens are computed before others take their parts, as long as a tenant has not used much time for its own. Such
-a step has no draft tokens, so all of it counts, however short the prompt is.
+First tokens are computed before others take their parts, as long as a tenant has not used much time for its own.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
 
 from specinfer.core.limits import SLO
 from specinfer.core.request import Request, ScoringTime, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.core.tree_shape import parse_tree
+from specinfer.engine.first_seconds import FirstSeconds
+from specinfer.engine.parts import by_tenant, even_parts, in_turn
 from specinfer.engine.prompts import token_shares
 from specinfer.engine.step_seconds import StepSeconds
+from specinfer.engine.tree_cuts import cut_evenly, wanted_nodes
 from specinfer.engine.turns import PassTurns
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.policy.slo_planner import SLOPlanner
 
 _ALONE, _PASSES_ALONE = 0.5, 16  # seconds of a step of one tenant, or passes over one row if these are longer
 _PART, _PASSES_EACH = 0.05, 2  # the same for each of several tenants
-_FIRST, _PASSES_FIRST = 0.5, 8  # the same for the first tokens of a tenant, which come back with time:
-_FIRST_SHARE = 0.25  # of the time, divided among all tenants
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ class FairSteps:
     def __init__(self, waiting: WaitingQueue, turns: PassTurns) -> None:
         self.seconds = StepSeconds()
         self._waiting, self._turns = waiting, turns
-        self._first_seconds = defaultdict[str, float](float)  # used for first tokens beside others, by tenant
+        self._firsts = FirstSeconds(waiting, self.seconds)
 
     # ------------------------------------------------------------------------------------ the step
 
@@ -122,7 +119,7 @@ class FairSteps:
         alone = max(_ALONE, _PASSES_ALONE * plain)
         if num_tenants < 2:
             return alone
-        decoding = _by_tenant([request for request in running if request.num_output])
+        decoding = by_tenant([request for request in running if request.num_output])
         lightest = min((self._seconds_alone(requests) for requests in decoding.values()), default=alone)
         usual = num_tenants * min(max(lightest, plain), max(_PART, _PASSES_EACH * plain))
         targets = [_target(request) or usual for request in running]
@@ -154,7 +151,7 @@ class FairSteps:
             max_prompt_logprobs: Tokens of prompts whose log-probabilities are returned.
             planner: Limits what is read beside outputs of the same tenant, or None.
         """
-        tenants, room = _by_tenant(group), self._room(running, len(group) + max_tokens)
+        tenants, room = by_tenant(group), self._room(running, len(group) + max_tokens)
         if room is None:
             return StepShares(token_shares(group, max_tokens, max_prompt_logprobs, planner))
         if len(tenants) < 2:
@@ -186,13 +183,9 @@ class FairSteps:
         demands = dict[str, float]()
         for tenant, requests in tenants.items():
             demand = self._demand([request for request in requests if not request.num_output], room)
-            if demand and min(demand, room.num_rows) * room.row_seconds <= self._first_seconds_left(tenant):
+            if demand and min(demand, room.num_rows) * room.row_seconds <= self._firsts.left(tenant):
                 demands[tenant] = demand
         return demands
-
-    def _first_seconds_left(self, tenant: str) -> float:
-        most = max(_FIRST, _PASSES_FIRST * self.seconds.of_pass(1))
-        return most - self._first_seconds.get(tenant, 0.0)
 
     def _shares_of(
         self,
@@ -247,51 +240,15 @@ class FairSteps:
         """
         asked = {span.request: budget for span, budget in zip(spans, budgets, strict=True)}
         for request, budget in asked.items():
-            request.drafting.num_wanted = _num_wanted(request, budget)
+            request.drafting.num_wanted = wanted_nodes(request, budget)
         room, known = self._room(running), defaultdict[str, float](float)
         if room is None or self._waiting.num_tenants < 2:
             return list(budgets)
         for span in (*spans, *reading):
             known[span.request.tenant] += (span.end - span.start) * room.rows_of(span.request)
-        allowed = self._even(asked, room, known, num_to_read)
+        may_read = partial(self._firsts.take_reading, num_to_read=num_to_read)
+        allowed = cut_evenly(asked, known, room.num_rows, room.rows_of_node, may_read)
         return [allowed[span.request] for span in spans]
-
-    def _even(
-        self,
-        budgets: Mapping[Request, TreeBudget],
-        room: StepRoom,
-        known: Mapping[str, float],
-        num_to_read: Callable[[Request], int],
-    ) -> dict[Request, TreeBudget]:
-        """Return the budgets cut to what is left of each tenant's part beside rows of known tokens."""
-        tenants, demands, allowed = _by_tenant(list(budgets)), dict(known), dict[Request, TreeBudget]()
-        for tenant, requests in tenants.items():
-            demands[tenant] += room.rows_of_node * sum(request.drafting.num_wanted for request in requests)
-        parts = even_parts(demands, room.num_rows)
-        for tenant, requests in tenants.items():
-            wanted = {
-                request: float(request.drafting.num_wanted)
-                for request in requests
-                if self._may_read(request, num_to_read)
-            }
-            most = even_parts(wanted, (parts[tenant] - known[tenant]) / room.rows_of_node)
-            for request in requests:
-                allowed[request] = _cut(request, budgets[request], int(most.get(request, 0.0)))
-        return allowed
-
-    def _may_read(self, request: Request, num_to_read: Callable[[Request], int]) -> bool:
-        """Return whether drafters may read the tokens of a request beside other tenants, and count the seconds.
-
-        They are given back if no model reads, because lookups find enough.
-        """
-        if not request.drafting.num_wanted:
-            return False
-        seconds = self.seconds.of_reading(num_to_read(request))
-        if seconds > self._first_seconds_left(request.tenant):
-            return False
-        self._first_seconds[request.tenant] += seconds
-        request.drafting.unread_seconds = seconds
-        return True
 
     # -------------------------------------------------------------------------------------- seconds
 
@@ -305,10 +262,7 @@ class FairSteps:
         scoring = [span.request.scoring for span, _ in parts]
         total = ScoringTime(sum(each.seconds for each in scoring), sum(each.count for each in scoring))
         self.seconds.observe(step, total)
-        for request in [span.request for span, _ in parts]:
-            self._first_seconds[request.tenant] -= request.drafting.unread_seconds
-            request.drafting.unread_seconds = 0.0
-        self._give_back(step.time)
+        self._firsts.give_back([span.request for span, _ in parts], step.time)
         passing, is_shared = step.target_time + step.rest_time - total.seconds, self._waiting.num_tenants > 1
         firsts = defaultdict[str, float](float)
         for span, tree in parts:
@@ -323,67 +277,10 @@ class FairSteps:
                 firsts[request.tenant] += seconds
         for tenant, seconds in firsts.items():
             is_prioritized = any(span.request.tenant == tenant and span.request.is_prioritized for span, _ in parts)
-            self._first_seconds[tenant] += step.time if is_prioritized else seconds
-
-    def _give_back(self, seconds: float) -> None:
-        """Give tenants their time for first tokens back, as so many seconds have gone by."""
-        back = seconds * _FIRST_SHARE / max(self._waiting.num_tenants, 1)
-        for tenant in list(self._first_seconds):
-            self._first_seconds[tenant] -= back
-            if self._first_seconds[tenant] <= 0:
-                del self._first_seconds[tenant]
-
-
-def asked_nodes(request: Request) -> int:
-    """Return the draft tokens of the tree that a request asks for, 0 if it leaves that to a policy."""
-    tree = request.params.tree
-    return 0 if tree in (None, "auto", "off") else parse_tree(tree).max_nodes
-
-
-def even_parts(demands: Mapping[T, float], total: float) -> dict[T, float]:
-    """Return even parts of a total, of which nobody gets more than it demands; the others get what it leaves."""
-    parts, left, num_left = dict[T, float](), max(total, 0.0), len(demands)
-    for key in sorted(demands, key=demands.__getitem__):
-        parts[key] = min(demands[key], left / num_left)
-        left, num_left = left - parts[key], num_left - 1
-    return parts
-
-
-def in_turn(demands: Mapping[T, float], total: float) -> dict[T, float]:
-    """Return the parts of a total if the smallest demand is met first, then the next one."""
-    parts, left = dict[T, float](), max(total, 0.0)
-    for key in sorted(demands, key=demands.__getitem__):
-        parts[key] = min(demands[key], left)
-        left -= parts[key]
-    return parts
-
-
-def _by_tenant(requests: Sequence[Request]) -> dict[str, list[Request]]:
-    tenants = dict[str, list[Request]]()
-    for request in requests:
-        tenants.setdefault(request.tenant, []).append(request)
-    return tenants
+            self._firsts.use(tenant, step.time if is_prioritized else seconds)
 
 
 def _target(request: Request) -> float | None:
     """Return the seconds that each token of a request may take, or None if it has no target."""
     slo = request.params.slo
     return slo.tpot / 1000 if isinstance(slo, SLO) and slo.tpot is not None else None
-
-
-def _num_wanted(request: Request, budget: TreeBudget) -> int:
-    """Return the draft tokens that a tree of this budget may be expected to have, if nothing cuts it.
-
-    Trees without tokens that are unlikely, or not worth their rows, are mostly as large as the last one, or larger if
-    that one was cut.
-    """
-    last, is_selective = request.drafting.num_nodes, budget.min_path_prob or budget.row_prices
-    return min(budget.max_nodes, last + last // 2 + 1) if is_selective else budget.max_nodes
-
-
-def _cut(request: Request, budget: TreeBudget, num_nodes: int) -> TreeBudget:
-    """Return the budget with at most so many nodes, and note in the request if a shape that it asked for is cut."""
-    cut = budget.cut(budget.max_depth, num_nodes)
-    if cut.max_nodes < budget.max_nodes and asked_nodes(request):
-        request.speculation.num_cut_steps += 1
-    return cut

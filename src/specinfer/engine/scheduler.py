@@ -19,8 +19,9 @@ from itertools import islice
 from specinfer.core.request import FinishReason, Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.tree import TokenTree, TreeBudget
-from specinfer.engine.fair_steps import FairSteps, StepShares, asked_nodes
+from specinfer.engine.fair_steps import FairSteps, StepShares
 from specinfer.engine.prompts import PromptRooms, is_being_computed
+from specinfer.engine.tree_cuts import asked_nodes
 from specinfer.engine.turns import GrammarTurns, PassTurns
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.model.kv_cache import KVCache
