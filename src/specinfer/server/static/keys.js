@@ -32,7 +32,7 @@ export function chooseTheme(button) {
   });
 }
 
-// Enter sends, and with Shift makes a line, or the other way round. A touch keyboard has no Shift to hold.
+// Enter sends, and with Shift starts a new line, or the other way round. A touch keyboard has no Shift to hold.
 export function chooseEnter(box) {
   try {
     const kept = localStorage.getItem("specinfer-enter");
@@ -47,7 +47,10 @@ export function chooseEnter(box) {
       // it holds until the page is left
     }
   });
-  return (event) => !event.isComposing && (event.ctrlKey || event.metaKey || event.shiftKey !== box.checked);
+  return (event) => {
+    if (event.isComposing || event.keyCode === 229) return false; // Enter ends a composition; Safari shows the code alone
+    return event.ctrlKey || event.metaKey || event.shiftKey !== box.checked;
+  };
 }
 
 export function watchKeys({ send, sends, stop, steps, tree, prompt }) {
