@@ -22,9 +22,11 @@ import specinfer
 from adapters import save_adapter, save_merged
 from benchmarks.growth.models import plan_growth
 from specinfer.bench.models import find_models
+from specinfer.bench.options import CompareConfig
 from specinfer.cli.app import app
 from specinfer.cli.chat import Chat, LocalPartner
 from specinfer.cli.errors import UsageError
+from specinfer.cli.measure import ConfigFlags
 from specinfer.cli.sampling_options import SamplingOptions
 from specinfer.cli.screen import Screen, stats_line
 from specinfer.cli.stretches import Painter, WordWrap
@@ -362,6 +364,13 @@ def test_speculative_config_is_equivalent_to_the_flags(target: str, drafter: str
     assert "--select" in refusal("generate", *words, *hedged, "--select", "hedge")
     (looked_up,) = records(*words, "--speculative_config", '{"method": "ngram", "num_speculative_tokens": 2}')
     assert looked_up["metrics"]["speculative_decoding"]["num_spec_tokens"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("given", "meaning"), [(["auto"], "auto"), (["none"], ()), (["ngram", "suffix"], ("ngram", "suffix"))]
+)
+def test_auto_and_none_are_no_names_of_models_in_a_measurement(given: list[str], meaning: str | tuple[str, ...]) -> None:
+    assert ConfigFlags({"drafter": given}).settings(CompareConfig)["drafters"] == meaning
 
 
 def test_the_sizes_of_n_grams_are_those_that_the_message_names() -> None:

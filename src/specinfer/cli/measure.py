@@ -16,6 +16,7 @@ from specinfer.cli.flags import flag_name, setting_flag, value_of
 from specinfer.cli.options import DEBUG, check_models, flag, one_name
 from specinfer.cli.screen import Screen
 from specinfer.cli.terminal import quiet_libraries
+from specinfer.core.drafter_forms import parse_drafters
 from specinfer.core.options import settings_of
 from specinfer.demo.chat_model import CHAT, CHAT_TEMPERATURE, CODE, usual_temperature
 from specinfer.reporting.files import UnwrittenError, check_files
@@ -42,11 +43,16 @@ class ConfigFlags:
         return [setting_flag(each, about) for each, about in settings_of(config)]
 
     def settings(self, config: type) -> dict[str, Any]:
-        """Return the values by fields of the class."""
+        """Return the values by fields of the class.
+
+        Raises:
+            ValueError: The drafters cannot be used together.
+        """
         found = {each.name: (about, flag_name(each, about)) for each, about in settings_of(config)}
         given = {name: value_of(about, self.given[flag]) for name, (about, flag) in found.items() if flag in self.given}
         if "drafters" in given:
-            given["drafters"] = tuple(given["drafters"])
+            names = parse_drafters(given["drafters"])
+            given["drafters"] = "auto" if names is None else names
         return given
 
 
