@@ -369,7 +369,9 @@ def test_speculative_config_is_equivalent_to_the_flags(target: str, drafter: str
 @pytest.mark.parametrize(
     ("given", "meaning"), [(["auto"], "auto"), (["none"], ()), (["ngram", "suffix"], ("ngram", "suffix"))]
 )
-def test_auto_and_none_are_no_names_of_models_in_a_measurement(given: list[str], meaning: str | tuple[str, ...]) -> None:
+def test_auto_and_none_are_no_names_of_models_in_a_measurement(
+    given: list[str], meaning: str | tuple[str, ...]
+) -> None:
     assert ConfigFlags({"drafter": given}).settings(CompareConfig)["drafters"] == meaning
 
 

@@ -47,7 +47,7 @@ def test_trees_of_a_definition_with_masks_or_a_cache_of_its_own_are_its_paths(fa
 
 
 def test_adapters_are_refused_where_they_would_have_no_effect(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="^enable_lora: family 'gptj' .*; merge the adapter into the weights"):
+    with pytest.raises(ModelError, match=r"^enable_lora: family 'gptj' .*; merge the adapter into the weights"):
         connect(sweep.load(sweep.tiny_model("gptj"), tmp_path).loaded)
 
 
