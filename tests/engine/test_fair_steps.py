@@ -91,6 +91,14 @@ class Served:
     def gap(self) -> float:
         return float(np.quantile(self.gaps, 0.95))
 
+    @property
+    def pace(self) -> float:
+        """Seconds of each token after the first one, in the slowest answer."""
+        return max(
+            ((request.times.finished or 0.0) - (request.times.first_token or 0.0)) / (request.num_output - 1)
+            for request in self.honest
+        )
+
 
 def _served(
     costs: CostModel,
@@ -163,7 +171,8 @@ def test_first_tokens_and_gaps_stay_short_beside_any_attack(
     quiet = _served(MACHINES["small"], make_policy=make_policy, num_requests=40)  # "auto" has learned what pays
     attacked = _served(MACHINES["small"], ATTACKS[name], make_policy=make_policy, num_requests=5)
     assert attacked.first <= max(3 * quiet.first, quiet.first + 0.5)
-    assert attacked.gap <= 3 * quiet.gap
+    assert attacked.pace <= 3 * quiet.pace
+    assert attacked.gap <= max(3 * quiet.gap, 0.05), "where trees are drafted, a longer gap has more tokens"
 
 
 @pytest.mark.parametrize("name", ["a prompt", "log-probabilities", "targets"])
