@@ -172,7 +172,7 @@ def test_first_tokens_and_gaps_stay_short_beside_any_attack(
     attacked = _served(MACHINES["small"], ATTACKS[name], make_policy=make_policy, num_requests=5)
     assert attacked.first <= max(3 * quiet.first, quiet.first + 0.5)
     assert attacked.pace <= 3 * quiet.pace
-    assert attacked.gap <= max(3 * quiet.gap, 0.05), "where trees are drafted, a longer gap has more tokens"
+    assert attacked.gap <= 3 * quiet.gap
 
 
 @pytest.mark.parametrize("name", ["a prompt", "log-probabilities", "targets"])
