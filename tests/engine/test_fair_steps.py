@@ -58,6 +58,11 @@ class Attack:
     params: dict[str, Any] = field(default_factory=dict)
 
 
+@pytest.fixture(autouse=True)
+def _usual_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specinfer.engine.fair_steps.ALONE", 0.5)  # other tests have longer ones
+
+
 TREES = {"max_tokens": 600, "tree": "best-first:64"}
 SCORES = {"max_tokens": 200, "logprobs": 20, "logprob_token_ids": [*range(100, 228)]}
 TARGETS = {"max_tokens": 200, "slo": SLO(tpot=1.0)}

@@ -132,6 +132,14 @@ def _quick_costs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _long_steps() -> Iterator[None]:
+    """Triton's interpreter takes half a second for a step. Outputs would take turns, and trees depend on the load."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specinfer.engine.fair_steps.ALONE", 60.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _commands_made_once() -> Iterator[None]:
     """A command line is the same whenever it is run, and takes a tenth of a second to make."""
     with pytest.MonkeyPatch.context() as patch:

@@ -34,7 +34,7 @@ from specinfer.engine.turns import PassTurns
 from specinfer.engine.waiting import WaitingQueue
 from specinfer.policy.slo_planner import SLOPlanner
 
-_ALONE, _PASSES_ALONE = 0.5, 16  # seconds of a step of one tenant, or passes over one row if these are longer
+ALONE, _PASSES_ALONE = 0.5, 16  # seconds of a step of one tenant, or passes over one row if these are longer
 _PART, _PASSES_EACH = 0.05, 2  # the same for each of several tenants
 
 
@@ -116,7 +116,7 @@ class FairSteps:
     def _length(self, running: Sequence[Request]) -> float:
         """Return the seconds that a step may take."""
         plain, num_tenants = self.seconds.of_pass(1), self._waiting.num_tenants
-        alone = max(_ALONE, _PASSES_ALONE * plain)
+        alone = max(ALONE, _PASSES_ALONE * plain)
         if num_tenants < 2:
             return alone
         decoding = by_tenant([request for request in running if request.num_output])
