@@ -50,7 +50,7 @@ def test_the_server_has_a_parent_unless_it_is_one_process_by_request_or_one_rank
 ) -> None:
     supervised = []
 
-    def supervise(work: Callable[[None], int], listener: socket.socket, **options: bool | str) -> int:
+    def supervise(work: Callable[[None], int], listener: socket.socket, **options: bool | str | float) -> int:
         supervised.append(listener.getsockname())
         return 0
 

@@ -103,6 +103,28 @@ return 0
     assert line["message"].startswith("the engine ended by SIGSEGV")
 
 
+def test_a_child_that_was_ready_and_is_stopped_is_followed_by_another() -> None:
+    body = """
+show(parent.last_end.replace(" ", "_") or "-")
+if parent.last_end:
+    return 0
+parent.report("READY=1")
+for _ in range(8):
+    time.sleep(0.25)
+    parent.report("WATCHDOG=1")
+show("well")
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    program = PROGRAM.replace("listener))", "listener, max_silence=1.5))")
+    with supervised(body, program=program, stderr=subprocess.PIPE) as process:
+        seen = [words[0] for words in lines_of(process)]
+        assert process.wait(10) == 0
+        assert process.stderr is not None
+        assert "the engine has not reported for 2 s, and is killed" in process.stderr.read()
+    assert seen[:2] == ["-", "well"]
+    assert seen[2].startswith("ended_by_SIGKILL")
+
+
 def test_a_child_that_reports_a_fault_of_the_user_ends_the_command_with_its_code() -> None:
     with supervised("return 2", stderr=subprocess.PIPE) as process:
         assert process.wait(10) == 2

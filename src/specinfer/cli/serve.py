@@ -113,7 +113,7 @@ def serve(
                 with listening(server) as listener:
                     code = supervise(
                         partial(work, listener=listener), listener, has_tls=server.ssl_certfile is not None,
-                        log_format=server.log_format,
+                        log_format=server.log_format, max_silence=limits.max_step_seconds,
                     )  # fmt: skip
         except OSError as error:
             raise UsageError(f"{error.args[0]}" if len(error.args) == 1 else str(error)) from error

@@ -31,7 +31,7 @@ from specinfer.server.listening import address, listening
 from specinfer.server.observation import Observation
 from specinfer.server.state import ServerState
 from specinfer.server.stream import cancel, run_until
-from specinfer.server.supervisor import ACCEPTING, ParentProcess, notify, watchdog_seconds
+from specinfer.server.supervisor import ACCEPTING, HEARTBEAT, ParentProcess, notify, watchdog_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -182,9 +182,9 @@ class _Process:
             self.leaves_thread = not await engine.shutdown(1.0)
 
     async def _report_health(self, engine: AsyncLLM) -> None:
-        """Report to the watchdog of systemd, twice within its limit, while the engine is well."""
-        seconds = watchdog_seconds()
-        while seconds is not None:
+        """Report to the parent and the watchdog of systemd, twice within its limit, while the engine is well."""
+        seconds = min(watchdog_seconds() or HEARTBEAT, HEARTBEAT)
+        while True:
             await engine.check_health()
             self._notify("WATCHDOG=1")
             await asyncio.sleep(seconds)

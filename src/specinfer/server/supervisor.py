@@ -8,6 +8,7 @@ connections, the parent answers them. States go to systemd by sd_notify(3): data
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
@@ -50,6 +51,7 @@ _MAX_DELAY = 30.0
 ACCEPTING = "ACCEPTING=1"  # the child's state from when it accepts connections; the others are in the words of systemd
 _LINE = "%(levelname)s %(asctime)s %(name)s: %(message)s"
 _TICK = 0.25  # between two looks at clients that are slow
+HEARTBEAT = 5.0  # seconds between two reports of a child that is well
 
 
 def is_supported() -> bool:
@@ -91,7 +93,12 @@ class ParentProcess:
 
 
 def supervise(
-    serve: Callable[[ParentProcess], int], listener: socket.socket, *, has_tls: bool = False, log_format: str = "text"
+    serve: Callable[[ParentProcess], int],
+    listener: socket.socket,
+    *,
+    has_tls: bool = False,
+    log_format: str = "text",
+    max_silence: float = 300.0,
 ) -> int:
     """Run a function in a child process, again whenever that dies, and return the exit code of the last one.
 
@@ -101,15 +108,20 @@ def supervise(
     Args:
         has_tls: Connections are encrypted, so they wait for the child.
         log_format: Format of log lines, as of `logs.configure`.
+        max_silence: Seconds without a report after which a child that was ready is killed, and followed by another.
     """
-    return _Supervisor(listener, has_tls, JSONLine() if log_format == "json" else logging.Formatter(_LINE)).run(serve)
+    formatter = JSONLine() if log_format == "json" else logging.Formatter(_LINE)
+    return _Supervisor(listener, has_tls, formatter, max_silence).run(serve)
 
 
 class _Supervisor:
     """The parent, from the first child to the end of the last."""
 
-    def __init__(self, listener: socket.socket, has_tls: bool, formatter: logging.Formatter) -> None:
+    def __init__(
+        self, listener: socket.socket, has_tls: bool, formatter: logging.Formatter, max_silence: float
+    ) -> None:
         self._listener, self._has_tls, self._formatter = listener, has_tls, formatter
+        self._max_silence = max_silence
         self._unavailable = UnavailableResponder(listener)
         self._woken, self._waking = os.pipe()
         for end in (self._woken, self._waking):
@@ -181,13 +193,23 @@ class _Supervisor:
     def _wait(self, last_end: str) -> int:
         """Pass signals and states on until the child has ended; return its exit code, or minus its signal."""
         pipes: set[int] = {self._woken, self._states}
-        seconds = watchdog_seconds()
+        seconds, silence = watchdog_seconds(), 0.0
         code = None
         while code is None:
             sockets = self._unavailable.sockets
-            patience = seconds if not sockets else _TICK if seconds is None else min(seconds, _TICK)
+            patience = min(HEARTBEAT, self._max_silence, math.inf if seconds is None else seconds)
+            patience = min(patience, _TICK) if sockets else patience
             watched: list[int | socket.socket] = [*pipes, *sockets]
+            begun = time.monotonic()
             readable, _, _ = select.select(watched, (), (), patience)
+            # No longer than it waited: the parent may have been suspended, and the child with it.
+            silence += min(time.monotonic() - begun, patience)
+            if self._states in readable or self._ready_since is None:
+                silence = 0.0
+            elif silence >= self._max_silence:
+                self._log(logging.ERROR, f"the engine has not reported for {silence:.0f} s, and is killed")
+                os.kill(self._child, signal.SIGKILL)
+                silence = 0.0
             if sockets:
                 self._unavailable.serve(readable, last_end, self._ready_at)
             if self._woken in readable:
