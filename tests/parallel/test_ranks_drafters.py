@@ -154,9 +154,10 @@ def test_a_rank_that_dies_while_it_drafts_ends_the_requests(models: dict[str, An
     with pytest.raises(EngineDeadError, match="rank 1"):
         _say(llm)
     assert time.monotonic() - started[0] < 6
+    cache = llm.target.cache
     llm.shutdown()
     await_that(lambda: not any(map(is_alive, ids)), 6)
-    assert llm.target.cache.is_balanced()
+    assert cache.is_balanced()
 
 
 def test_a_drafter_that_another_rank_cannot_load_is_named(models: dict[str, Any], tmp_path: Path) -> None:

@@ -41,9 +41,10 @@ def _check_end(llm: LLM, ids: list[int], started: float) -> None:
     assert time.monotonic() - started < _LIMIT
     with pytest.raises(EngineDeadError):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    cache = llm.target.cache
     llm.shutdown()
     await_that(lambda: not any(map(is_alive, ids)), _LIMIT)
-    assert llm.target.cache.is_balanced()
+    assert cache.is_balanced()
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ _LOADING = """
 import re, sys
 from pathlib import Path
 import torch
+from transformers import PreTrainedModel
 from specinfer.model import load
 
 def resident(kind):

@@ -332,9 +332,10 @@ def test_nothing_is_left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     with LLM(folder, drafters=[], offload="disk") as llm:
         llm.generate([{"prompt_token_ids": [1, 2]}], GREEDY)
         assert min(_resources(folder)) > 0
+        target = llm.target
     assert _resources(folder) == (0, 0)
     with pytest.raises(WeightsError, match="shut down"):
-        _logits(llm.target)
+        _logits(target)
     llm = LLM(folder, drafters=[], offload="disk")
     del llm
     assert _resources(folder) == (0, 0)

@@ -21,7 +21,7 @@ from specinfer.server import logs
 
 @pytest.fixture(autouse=True)
 def _own_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "configure", lambda level: None)  # of the whole process
+    monkeypatch.setattr(logs, "configure", lambda *_: None)  # of the whole process
 
 
 def refused(*words: str) -> str:

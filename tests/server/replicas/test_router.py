@@ -70,7 +70,7 @@ def through(replica_set: LocalReplicaSet | None, work: Work, **config: Any) -> A
 
 @pytest.fixture
 def settings(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> ReplicaSettings:
-    monkeypatch.setattr(logs, "configure", lambda level: None)  # of the whole process
+    monkeypatch.setattr(logs, "configure", lambda *_: None)  # of the whole process
     model = str(model_folder(tokenizer=True))
     return ReplicaSettings(EngineArgs(model, drafters=["ngram"], tree="1,1", max_num_seqs=8), ("tiny",))
 

@@ -101,7 +101,13 @@ def read_draft_request(draft: Any, states: Iterator[Array]) -> DraftRequest:
         [RequestUpdate(*update) for update in updates],
         [CalibrationState(*state) for state in zip(learned, states, strict=True)],
         [
-            TreeRequest(key, about, tokens, first_draw, TreeBudget(**budget | {"widths": tuple(budget["widths"])}))
+            TreeRequest(
+                key,
+                about,
+                tokens,
+                first_draw,
+                TreeBudget(**budget | {name: tuple(budget[name]) for name in ("widths", "row_prices")}),
+            )
             for key, about, tokens, first_draw, budget in trees
         ],
     )
