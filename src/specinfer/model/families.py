@@ -1,12 +1,12 @@
 """Families whose definition in transformers bypasses the attention interface and adds ALiBi: BLOOM, Falcon and MPT.
 
-The loaded submodules and their weights are kept. Only the loop over layers and the
-attention call are replaced. ALiBi is passed as a bias by key position.
+The loaded submodules and their weights are kept. Only the loop over layers and the attention call are replaced. ALiBi
+is passed as a bias by key position.
 """
 
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,31 +25,84 @@ class _Layer(nn.Module):
         self.layer_idx = layer_idx
 
 
-class Falcon(nn.Module):
-    """A loaded `FalconForCausalLM`, with tree attention."""
+class _Replacement(nn.Module):
+    """A loaded definition whose blocks call tree attention. A stage has placeholders in the place of some blocks.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: The definition.
+        key_bias: [heads, positions] bias of attention, or None.
+    """
+
+    names: ClassVar[tuple[str, str, str]]  # of the embedding, the blocks and the last norm in the definition's trunk
+
+    def __init__(self, model: Any, key_bias: Tensor | None) -> None:
         super().__init__()
         self.config = model.config
         self.trunk, self.lm_head = model.transformer, model.lm_head
-        self.layers = nn.ModuleList(_Layer(i) for i in range(len(self.trunk.h)))
-        bias = _falcon_key_bias(self.config) if self.config.alibi else None
+        self.layers = nn.ModuleList(_Layer(i) for i in range(len(getattr(self.trunk, self.names[1]))))
         self.key_bias: Tensor | None
-        self.register_buffer("key_bias", bias, persistent=False)
+        self.register_buffer("key_bias", key_bias, persistent=False)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, forward_batch: ForwardBatch, **_: Any
     ) -> SimpleNamespace:
-        hidden = self.trunk.word_embeddings(input_ids) if forward_batch.hidden is None else forward_batch.hidden
-        rotary = None if self.config.alibi else self.trunk.rotary_emb(hidden, position_ids=position_ids)
-        for layer, block in zip(self.layers, self.trunk.h, strict=True):
+        embedding, blocks, norm = (getattr(self.trunk, name) for name in self.names)
+        hidden = self._embedded(embedding(input_ids)) if forward_batch.hidden is None else forward_batch.hidden
+        rotary = self._rotary(hidden, position_ids)
+        for layer, block in zip(self.layers, blocks, strict=True):
+            if isinstance(block, End):
+                raise StageEnd(hidden)
             if not isinstance(block, Placeholder):
                 # The block is transformers' own; only its attention submodule is replaced.
                 hidden = self._block(layer, block, hidden, rotary, forward_batch)
-            elif isinstance(block, End):
-                raise StageEnd(hidden)
-        hidden = self.trunk.ln_f(hidden)
-        return SimpleNamespace(logits=self.lm_head(hidden[:, logits_to_keep]))
+        return SimpleNamespace(logits=self.lm_head(norm(hidden)[:, logits_to_keep]))
+
+    def _embedded(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def _rotary(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the cosines and sines of a pass, or None if positions are in the bias alone."""
+        del hidden, position_ids
+        return None
+
+    def _block(
+        self,
+        layer: nn.Module,
+        block: Any,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        forward_batch: ForwardBatch,
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def _attend(
+        self, layer: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], scaling: float, forward_batch: ForwardBatch
+    ) -> Tensor:
+        """Return the result of attention, [1, tokens, heads * dim]."""
+        out, _weights = tree_attention(
+            layer,
+            *qkv,
+            None,
+            forward_batch=forward_batch,
+            scaling=scaling,
+            key_bias=self.key_bias,
+        )
+        return out.flatten(2)
+
+
+class Falcon(_Replacement):
+    """A loaded `FalconForCausalLM`, with tree attention."""
+
+    names = ("word_embeddings", "h", "ln_f")
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, _falcon_key_bias(model.config) if model.config.alibi else None)
+
+    def _rotary(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.config.alibi:
+            return None
+        rotary: tuple[Tensor, Tensor] = self.trunk.rotary_emb(hidden, position_ids=position_ids)
+        return rotary
 
     def _block(
         self,
@@ -83,11 +136,8 @@ class Falcon(nn.Module):
         q, k, v = _split_falcon(attention, attention.query_key_value(hidden))
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        out, _weights = tree_attention(
-            layer, q, k, v, None, forward_batch=forward_batch,
-            scaling=attention.inv_norm_factor, key_bias=self.key_bias,
-        )  # fmt: skip
-        return attention.dense(out.flatten(2))  # type: ignore[no-any-return]
+        out = self._attend(layer, (q, k, v), attention.inv_norm_factor, forward_batch)
+        return attention.dense(out)  # type: ignore[no-any-return]
 
 
 def _split_falcon(attention: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,77 +176,61 @@ def _falcon_key_bias(config: Any) -> Tensor:
     return bias.float() / math.sqrt(config.hidden_size // heads)
 
 
-class Mpt(nn.Module):
+class Mpt(_Replacement):
     """A loaded `MptForCausalLM`, with tree attention."""
 
+    names = ("wte", "blocks", "norm_f")
+
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.config = model.config
-        self.trunk, self.lm_head = model.transformer, model.lm_head
-        self.layers = nn.ModuleList(_Layer(i) for i in range(len(self.trunk.blocks)))
-        last = self.trunk.build_mpt_alibi_tensor(self.config.n_heads, 2).squeeze(1)  # slope * (-1, 0)
-        positions = torch.arange(self.config.max_seq_len)
-        self.key_bias: Tensor
-        self.register_buffer("key_bias", -last[:, :1] * positions, persistent=False)  # [heads, positions]
+        last = model.transformer.build_mpt_alibi_tensor(model.config.n_heads, 2).squeeze(1)  # slope * (-1, 0)
+        super().__init__(model, -last[:, :1] * torch.arange(model.config.max_seq_len))
 
-    def forward(
-        self, input_ids: Tensor, logits_to_keep: Tensor, forward_batch: ForwardBatch, **_: Any
-    ) -> SimpleNamespace:
-        hidden = self.trunk.wte(input_ids) if forward_batch.hidden is None else forward_batch.hidden
-        for layer, block in zip(self.layers, self.trunk.blocks, strict=True):
-            if isinstance(block, End):
-                raise StageEnd(hidden)
-            if isinstance(block, Placeholder):
-                continue
-            attention = block.attn
-            mixed = attention.Wqkv(block.norm_1(hidden))
-            if attention.clip_qkv:
-                mixed = mixed.clamp(-attention.clip_qkv, attention.clip_qkv)
-            q, k, v = mixed.unflatten(2, (3, attention.n_heads, -1)).permute(2, 0, 3, 1, 4)
-            out, _weights = tree_attention(
-                layer, q, k, v, None, forward_batch=forward_batch,
-                scaling=attention.softmax_scale, key_bias=self.key_bias,
-            )  # fmt: skip
-            hidden = hidden + attention.out_proj(out.flatten(2))
-            hidden = block.ffn(block.norm_2(hidden), hidden)
-        return SimpleNamespace(logits=self.lm_head(self.trunk.norm_f(hidden)[:, logits_to_keep]))
+    def _block(
+        self,
+        layer: nn.Module,
+        block: Any,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        forward_batch: ForwardBatch,
+    ) -> Tensor:
+        del rotary
+        attention = block.attn
+        mixed = attention.Wqkv(block.norm_1(hidden))
+        if attention.clip_qkv:
+            mixed = mixed.clamp(-attention.clip_qkv, attention.clip_qkv)
+        q, k, v = mixed.unflatten(2, (3, attention.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        hidden = hidden + attention.out_proj(self._attend(layer, (q, k, v), attention.softmax_scale, forward_batch))
+        return block.ffn(block.norm_2(hidden), hidden)  # type: ignore[no-any-return]
 
 
-class Bloom(nn.Module):
+class Bloom(_Replacement):
     """A loaded `BloomForCausalLM`, with tree attention."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.config = model.config
-        self.trunk, self.lm_head = model.transformer, model.lm_head
-        self.layers = nn.ModuleList(_Layer(i) for i in range(len(self.trunk.h)))
-        slopes = torch.tensor(_alibi_slopes(self.config.n_head))
-        self.key_bias: Tensor
-        bias = slopes.unsqueeze(1) * torch.arange(max_position_of(self.config))
-        self.register_buffer("key_bias", bias, persistent=False)  # [heads, positions]
+    names = ("word_embeddings", "h", "ln_f")
 
-    def forward(
-        self, input_ids: Tensor, logits_to_keep: Tensor, forward_batch: ForwardBatch, **_: Any
-    ) -> SimpleNamespace:
-        hidden = forward_batch.hidden
-        if hidden is None:
-            hidden = self.trunk.word_embeddings_layernorm(self.trunk.word_embeddings(input_ids))
-        for layer, block in zip(self.layers, self.trunk.h, strict=True):
-            if isinstance(block, End):
-                raise StageEnd(hidden)
-            if isinstance(block, Placeholder):
-                continue
-            attention, adds_normed = block.self_attention, self.config.apply_residual_connection_post_layernorm
-            normed = block.input_layernorm(hidden)
-            q, k, v = attention.query_key_value(normed).unflatten(2, (-1, 3, attention.head_dim)).permute(3, 0, 2, 1, 4)
-            out, _weights = tree_attention(
-                layer, q, k, v, None, forward_batch=forward_batch,
-                scaling=attention.inv_norm_factor, key_bias=self.key_bias,
-            )  # fmt: skip
-            hidden = attention.dense(out.flatten(2)) + (normed if adds_normed else hidden)
-            normed = block.post_attention_layernorm(hidden)
-            hidden = block.mlp(normed, normed if adds_normed else hidden)
-        return SimpleNamespace(logits=self.lm_head(self.trunk.ln_f(hidden)[:, logits_to_keep]))
+    def __init__(self, model: Any) -> None:
+        slopes = torch.tensor(_alibi_slopes(model.config.n_head))
+        super().__init__(model, slopes.unsqueeze(1) * torch.arange(max_position_of(model.config)))
+
+    def _embedded(self, hidden: Tensor) -> Tensor:
+        return self.trunk.word_embeddings_layernorm(hidden)  # type: ignore[no-any-return]
+
+    def _block(
+        self,
+        layer: nn.Module,
+        block: Any,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        forward_batch: ForwardBatch,
+    ) -> Tensor:
+        del rotary
+        attention, adds_normed = block.self_attention, self.config.apply_residual_connection_post_layernorm
+        normed = block.input_layernorm(hidden)
+        q, k, v = attention.query_key_value(normed).unflatten(2, (-1, 3, attention.head_dim)).permute(3, 0, 2, 1, 4)
+        out = self._attend(layer, (q, k, v), attention.inv_norm_factor, forward_batch)
+        hidden = attention.dense(out) + (normed if adds_normed else hidden)
+        normed = block.post_attention_layernorm(hidden)
+        return block.mlp(normed, normed if adds_normed else hidden)  # type: ignore[no-any-return]
 
 
 REPLACED: dict[str, type[nn.Module]] = {"bloom": Bloom, "falcon": Falcon, "mpt": Mpt}
