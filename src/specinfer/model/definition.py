@@ -40,6 +40,11 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 _LAYER_TYPES = {"full_attention", "sliding_attention", *LAYER_TYPES, *FEED_FORWARD_TYPES}
 
 
+def import_models() -> None:
+    """Import what every definition needs of transformers, before memory that is in use is counted."""
+    _ = transformers.PreTrainedModel
+
+
 def load_config(folder: Path) -> Any:
     """Load the model's configuration.
 

@@ -13,7 +13,7 @@ from specinfer.core.rules import AUTO
 from specinfer.drafters.loading import reads_target
 from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.engine_args import EngineArgs
-from specinfer.model.definition import load_config
+from specinfer.model.definition import import_models, load_config
 from specinfer.model.device import find_device, prompt_tokens
 from specinfer.model.offload.budget import Budget, check_budget, usual_budget
 from specinfer.model.recurrent.layers import has_recurrent_layers
@@ -108,5 +108,6 @@ def _with_budget(settings: TargetConfig, drafters: Sequence[str]) -> TargetConfi
     if offload.memory_budget is None:
         offload = replace(offload, memory_budget=usual_budget(place))
     sizes = limits.max_num_batched_tokens, limits.max_num_seqs, limits.kv_cache_memory_bytes
+    import_models()
     check_budget(Budget(offload.budget_bytes, place), Path(settings.folder), drafters, *sizes)
     return replace(settings, offload=offload)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-import transformers
 
 from specinfer.core.systems import call_c, control_groups, installed_memory
 from specinfer.model.offload.checkpoint import Checkpoint, layer_number
@@ -239,7 +238,6 @@ def check_budget(
         ModelError: The weights cannot be used.
         ValueError: The budget is too small.
     """
-    _ = transformers.PreTrainedModel  # its import takes memory, which counts as used
     checkpoint = Checkpoint(folder)
     try:
         loading = checkpoint.least_bytes()
