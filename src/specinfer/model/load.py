@@ -143,7 +143,7 @@ TRANSFORMS = (
     ),
     Transform("device", lambda job, fuses: True, lambda model, job: model.eval().to(job.device)),
     # Needs all weights, where they are computed with.
-    Transform("way", lambda job, fuses: True, lambda model, job: choose_way(model, job.config, job.device, job.layers)),
+    Transform("way", lambda job, fuses: True, choose_way),
     # Needs plain layers on a CPU; packs their weights for native kernels.
     Transform("packing", lambda job, fuses: job.native and not fuses, lambda model, job: pack_linears(model)),
 )

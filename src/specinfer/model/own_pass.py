@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from specinfer.core.errors import ModelError, WeightsError, first_line
 from specinfer.model.batch import Piece, pack
+from specinfer.model.context_length import max_position_of
 from specinfer.model.definition import has_known_layers
 from specinfer.model.families import REPLACED
 from specinfer.model.forward import forward
@@ -21,6 +22,7 @@ from specinfer.model.kv_cache import NO_SLOTS, Slots
 from specinfer.model.kv_tensors import KVTensors, LayerShape
 from specinfer.model.layers.check import Widened
 from specinfer.model.layers.families import FAMILIES
+from specinfer.model.load_config import LoadConfig
 from specinfer.model.past import OWN, PACKED, WAYS, set_way, way_of
 from specinfer.model.probe import BYPASSED, common_tokens, probe
 from specinfer.model.quantized_experts import QuantizedExperts
@@ -34,12 +36,13 @@ _LENGTH, _BRANCH, _READ = 11, 5, 3  # tokens of a text, of them those of a branc
 _EXACT, _ROUGH = 1e-3, 0.15  # allowed error of a path's median token, with activations in float32 or in another type
 
 
-def choose_way(model: nn.Module, config: Any, device: torch.device, layers: range) -> None:
+def choose_way(model: nn.Module, job: LoadConfig) -> None:
     """Let a definition run in the first of `WAYS` that is right, unless it is one that this package describes.
 
     Raises:
         ModelError: None is.
     """
+    config, device, layers = job.config, job.device, job.layers
     if config.model_type in FAMILIES or isinstance(model, tuple(REPLACED.values())) or is_hybrid(model):
         return
     if layers.start:  # the first stage compares for all
@@ -47,11 +50,14 @@ def choose_way(model: nn.Module, config: Any, device: torch.device, layers: rang
         return
     reasons: list[str] = []
     ways = [way for way in WAYS[WAYS.index(way_of(model)) :] if way != PACKED or has_known_layers(config)]
+    # The heads of some shards, and a text that is longer than the model's positions, are only for tree attention.
+    may_lack_pass = job.shard.tensor.size > 1 or max_position_of(config) < _LENGTH
     for way in ways:
         set_way(model, way)
         try:
             _check_stages(model, config, layers)
-            _check(model, device, probe(model, config, device, layers).layer_shapes)
+            shapes = probe(model, config, device, layers).layer_shapes
+            _check(model, device, shapes, may_lack_pass=may_lack_pass and way == PACKED)
         except WeightsError:  # of weights that are read during the pass
             raise
         except Exception as error:  # families check what they are asked for in ways of their own
@@ -79,8 +85,12 @@ def _reason(error: Exception, config: Any) -> str:
     return f"model: family {config.model_type!r} is not supported: {first_line(error)}"
 
 
-def _check(model: Any, device: torch.device, shapes: tuple[LayerShape, ...]) -> None:
-    """Compare the logits of token trees with those of the definition's own pass over each path."""
+def _check(model: Any, device: torch.device, shapes: tuple[LayerShape, ...], *, may_lack_pass: bool) -> None:
+    """Compare the logits of token trees with those of the definition's own pass over each path.
+
+    Args:
+        may_lack_pass: Whether nothing is compared if the definition does not run by itself.
+    """
     dtype, allowed = next(model.parameters()).dtype, _EXACT
     tokens = common_tokens(model.config.get_text_config().vocab_size, 2 * _LENGTH + _BRANCH)
     first, second, branch = tokens[:_LENGTH], tokens[_LENGTH : 2 * _LENGTH], tokens[2 * _LENGTH :]
@@ -90,8 +100,8 @@ def _check(model: Any, device: torch.device, shapes: tuple[LayerShape, ...]) -> 
             wanted = _by_itself(model, [first, [*first[:-_BRANCH], *branch], second], device)
         except WeightsError:
             raise
-        except Exception as error:  # a shard of one key head, or a model of very few positions, runs with trees alone
-            if way_of(model) != PACKED:
+        except Exception as error:
+            if not may_lack_pass:
                 raise
             logger.debug("%s does not run by itself: %s", model.config.model_type, error)
             return 0.0

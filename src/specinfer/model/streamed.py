@@ -96,7 +96,7 @@ def _probe(model: Any, checkpoint: Checkpoint, job: LoadConfig) -> tuple[Probe, 
     kinds = place_stored(model, checkpoint, is_placed=lambda layer: layer is None)
     model.eval().to(job.device)
     with checkpoint.filled_in_turn(model, job.device):
-        choose_way(model, job.config, job.device, job.layers)
+        choose_way(model, job)
         return probe(model, job.config, job.device, job.layers, records=job.may_fuse(model)), kinds
 
 
