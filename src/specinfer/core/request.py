@@ -53,7 +53,7 @@ class DraftState:
         is_read: True if a drafter that is a model has read the tokens so far.
         num_nodes: Draft tokens of the last tree.
         num_wanted: Draft tokens that the last budget asked for, before it was cut to the room of the step.
-        unread_seconds: Seconds that the step under way has counted for a model's reading, until the model reads.
+        reserved_seconds: Seconds that the step under way has counted for a model's reading, until the model reads.
     """
 
     num_draws: dict[str, int] = field(default_factory=dict)
@@ -61,11 +61,11 @@ class DraftState:
     is_read: bool = False
     num_nodes: int = 0
     num_wanted: int = 0
-    unread_seconds: float = 0.0
+    reserved_seconds: float = 0.0
 
     def note_read(self) -> None:
         """Note that a drafter that is a model reads the tokens so far."""
-        self.is_read, self.unread_seconds = True, 0.0
+        self.is_read, self.reserved_seconds = True, 0.0
 
     def begin_draws(self, drafter: str) -> int:
         """Start a new tree of a drafter and return the number of its first draw, beyond those of all its earlier trees.

@@ -18,7 +18,7 @@ class SpeculativeDecodingMetrics(TypedDict, total=False):
         num_spec_tokens: Depth of the deepest tree.
         num_target_passes: Target passes that generated tokens, with and without trees.
         tokens_per_pass: Tokens generated per target pass; 1.0 is plain decoding.
-        reason: Why most of the passes had no tree, or None if they had one.
+        reason: Why most of the passes had no tree, or smaller ones than asked for; None if they had.
     """
 
     mean_acceptance_length: float

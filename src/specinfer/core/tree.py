@@ -39,7 +39,7 @@ class TreeBudget:
             judged alone, by `min_path_prob`. Never for models.
         drafters: Names of the drafters that are used; None is all of them.
         with_models: Limits of the tree if models are asked. The other limits are then those of lookups alone, for the
-            case that no model is worth its levels. If it is None, the other limits hold in both cases.
+            case that no model repays its levels. If it is None, the other limits hold in both cases.
     """
 
     max_nodes: int = 0

@@ -163,8 +163,8 @@ class FairSteps:
         granted = in_turn(firsts, room.num_rows - others)
         rest = {tenant: demand - granted.get(tenant, 0.0) for tenant, demand in demands.items()}
         parts = even_parts(rest, room.num_rows - sum(granted.values()))
-        unread = {tenant: float(sum(request.num_unread for request in tenants[tenant])) for tenant in tenants}
-        most, counts = even_parts(unread, max_tokens), dict[Request, int]()
+        to_compute = {tenant: float(sum(request.num_unread for request in tenants[tenant])) for tenant in tenants}
+        most, counts = even_parts(to_compute, max_tokens), dict[Request, int]()
         for tenant, requests in tenants.items():
             part = parts[tenant] + granted.get(tenant, 0.0)
             counts |= self._shares_of(requests, room, part, int(most[tenant]), max_prompt_logprobs // len(tenants))

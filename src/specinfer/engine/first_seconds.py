@@ -43,13 +43,13 @@ class FirstSeconds:
         if seconds > self.left(request.tenant):
             return False
         self._used[request.tenant] += seconds
-        request.drafting.unread_seconds = seconds
+        request.drafting.reserved_seconds = seconds
         return True
 
     def give_back(self, requests: Sequence[Request], seconds: float) -> None:
         """Give back what was not read for the requests of a step, and what comes back in its seconds."""
         for request in requests:
-            self._used[request.tenant] -= request.drafting.unread_seconds
-            request.drafting.unread_seconds = 0.0
+            self._used[request.tenant] -= request.drafting.reserved_seconds
+            request.drafting.reserved_seconds = 0.0
         back = seconds * _SHARE / max(self._waiting.num_tenants, 1)
         self._used = defaultdict(float, {tenant: used - back for tenant, used in self._used.items() if used > back})

@@ -17,8 +17,8 @@ def asked_nodes(request: Request) -> int:
 def wanted_nodes(request: Request, budget: TreeBudget) -> int:
     """Return the draft tokens that a tree of this budget may be expected to have, if nothing cuts it.
 
-    Trees without tokens that are unlikely, or not worth their rows, are mostly as large as the last one, or larger if
-    that one was cut.
+    Trees without tokens that are unlikely, or do not repay their rows, are mostly as large as the last one, or larger
+    if that one was cut.
     """
     last, is_selective = request.drafting.num_nodes, budget.min_path_prob or budget.row_prices
     return min(budget.max_nodes, last + last // 2 + 1) if is_selective else budget.max_nodes

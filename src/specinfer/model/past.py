@@ -48,7 +48,7 @@ class PackedMask:
 class PackedPast:
     """The stand-in for the cache of a definition that attends by the interface, where keys and values are stored.
 
-    It has as many tokens before each token as the token's position says.
+    It has as many tokens before each token as the token's position.
     """
 
     is_compileable = False

@@ -88,7 +88,7 @@ class Pruning:
     ) -> list[TokenTree]:
         """Return the trees with the likeliest nodes of all pruned ones: those that yield most beyond the price of rows.
 
-        A first row may cost most of a pass, and the next ones little, so that few nodes are not worth it, but many are.
+        A first row may cost most of a pass, and the next ones little, so that few nodes lose, but many gain.
         """
         asked = [
             i
