@@ -26,13 +26,18 @@ def test_meta_tensors_stay_on_their_device() -> None:
 
 
 @pytest.mark.skipif(not MODES.is_file() or "[never]" in MODES.read_text(), reason="the system has no huge pages")
-def test_large_weights_lie_on_huge_pages() -> None:
-    before = _huge_bytes()
+def test_large_weights_ask_for_huge_pages() -> None:
     zeros = zeros_on_huge_pages(2**25, torch.uint8, CPU)
     assert zeros.data_ptr() % 2**21 == 0
-    assert _huge_bytes() - before >= 2**24  # the system may lack some
+    # Whether the system has enough of them free is its own affair, so this reads what was asked for.
+    assert "hg" in _flags_of_mapping(zeros.data_ptr())
 
 
-def _huge_bytes() -> int:
-    sizes = re.findall(r"AnonHugePages:\s+(\d+) kB", Path("/proc/self/smaps").read_text())
-    return 1024 * sum(map(int, sizes))
+def _flags_of_mapping(address: int) -> list[str]:
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"no mapping has the address {address:#x}")
