@@ -264,3 +264,13 @@ for words, part in json.load(sys.stdin):
 def test_prefixes_that_cannot_be_kept_on_disk_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         EngineArgs("m", **options)
+
+
+def test_vllms_variable_asks_for_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, expected in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        assert EngineArgs("demo").batch_invariant is expected
+    assert EngineArgs("demo", batch_invariant=True).batch_invariant
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
+    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT in the environment is 'yes'; set it to 1 or 0"):
+        EngineArgs("demo")

@@ -6,6 +6,7 @@ is refused before it is imported.
 """
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
@@ -36,7 +37,7 @@ from specinfer.core.lora import LoRAConfig
 from specinfer.core.options import Flag, check_settings, parse_size, setting, setting_of, settings_of
 from specinfer.core.parallel_config import DrafterPlacement, ParallelConfig
 from specinfer.core.progress import ProgressCallback
-from specinfer.core.vllm_names import takes_vllm_arguments
+from specinfer.core.vllm_names import asks_for_invariance, takes_vllm_arguments
 from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED
 from specinfer.hub.locate import at_revision
 
@@ -132,6 +133,12 @@ class EngineArgs:
         metavar="SIZE",
     )
     enforce_eager: bool = setting(False, MODEL, "Do not capture CUDA graphs.")
+    batch_invariant: bool = setting(
+        False,
+        MODEL,
+        "Compute each token of the target with one order of sums, whatever else is in its pass, or refuse the model. "
+        "VLLM_BATCH_INVARIANT=1 sets it, too.",
+    )
     slo: SLO | Mapping[str, float] | str | None = setting(
         None,
         MODEL,
@@ -191,6 +198,8 @@ class EngineArgs:
         if repr(self.dtype).startswith("torch."):  # a torch.dtype, as for vLLM and transformers
             object.__setattr__(self, "dtype", repr(self.dtype).removeprefix("torch."))
         check_settings(self)
+        if asks_for_invariance(os.environ):
+            object.__setattr__(self, "batch_invariant", True)
         for name in _PATHS:
             if (path := getattr(self, name)) is not None or name == "model":
                 check_path(name, path)

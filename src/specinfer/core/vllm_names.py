@@ -151,6 +151,18 @@ _SAME = (
 )
 
 
+def asks_for_invariance(environment: Mapping[str, str]) -> bool:
+    """Return whether vLLM's environment variable for `batch_invariant` is set.
+
+    Raises:
+        ValueError: It is not 0 or 1.
+    """
+    value = environment.get("VLLM_BATCH_INVARIANT", "0")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"VLLM_BATCH_INVARIANT in the environment is {value!r:.40}; set it to 1 or 0, or unset it")
+    return value == "1"
+
+
 def from_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return our arguments for vLLM's `speculative_config`, whose keys may also be ours.
 

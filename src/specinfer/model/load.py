@@ -24,6 +24,7 @@ from specinfer.model.definition import check_architecture, load_config
 from specinfer.model.device import check_gpu, warn_of_slow_type
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.gguf.folder import origin_of
+from specinfer.model.invariance import check_can_be_invariant, check_is_invariant
 from specinfer.model.kv_tensors import LayerShape, TapShape
 from specinfer.model.layers.device import DeviceDecoder, DeviceLayers, can_fuse_on_device
 from specinfer.model.layers.fused import FusedDecoder
@@ -69,6 +70,7 @@ class LoadedModel:
         token_map: [map] the only tokens whose logits are computed, or None for the whole vocabulary.
         taps: The hidden states that its cache stores for drafters that read them, or None.
         kv_dtype: Type of the keys and values in its cache, or None for `dtype`.
+        batch_invariant: Whether its rows are computed with one order of sums, whatever else is in a pass.
     """
 
     model: nn.Module
@@ -93,6 +95,7 @@ class LoadedModel:
     token_map: Tensor | None = None
     taps: TapShape | None = None
     kv_dtype: torch.dtype | None = None
+    batch_invariant: bool = False
 
     @property
     def num_logits(self) -> int:
@@ -163,6 +166,7 @@ def load_model(
     kv_dtype: torch.dtype | None = None,
     num_sharing: int = 1,
     max_model_len: int | None = None,
+    batch_invariant: bool = False,
 ) -> LoadedModel:
     """Load weights into transformers' definition, and check that it runs with tree attention.
 
@@ -181,6 +185,7 @@ def load_model(
         kv_dtype: Type of the keys and values in its cache, or None for that of the model.
         num_sharing: Number of processes that stream their layers from this machine's memory.
         max_model_len: Length of the longest text, or None for the model's own.
+        batch_invariant: Whether each row must be computed with one order of sums, see `invariance.py`.
 
     Raises:
         ModelError: The architecture is not supported, weights are missing, of the wrong shape, not finite, already
@@ -199,7 +204,16 @@ def load_model(
     job = LoadConfig(
         folder, config, dtype, device, quantization, native, offload, shard, token_map, kv_dtype, num_sharing
     )
-    if offload.offload is not None:
+    if batch_invariant:
+        check_can_be_invariant(job)
+    loaded = _load(job, progress)
+    if batch_invariant:
+        check_is_invariant(loaded)
+    return replace(loaded, batch_invariant=batch_invariant)
+
+
+def _load(job: LoadConfig, progress: ProgressCallback | None) -> LoadedModel:
+    if job.offload.offload is not None:
         return _loaded(job, load_streamed(job, progress), ", streamed")
     note = ""
     for attempt in (job, replace(job, allows_fusing=False)):
@@ -207,8 +221,8 @@ def load_model(
             built = _build(attempt)
         except torch.OutOfMemoryError as error:
             raise ModelError(
-                f"{origin_of(folder)} does not fit into the memory of {device}: {first_line(error)}; set quantization "
-                "or offload, or split it over several GPUs"
+                f"{origin_of(job.folder)} does not fit into the memory of {job.device}: {first_line(error)}; set "
+                "quantization or offload, or split it over several GPUs"
             ) from error
         if not isinstance(built, str):
             break

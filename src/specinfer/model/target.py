@@ -33,6 +33,7 @@ class TargetConfig:
         copies: The target's own copies that draft, by names of `SELF_DRAFTERS`.
         kv_cache_dtype: Type of keys and values, one of `config.KV_CACHE_DTYPES`.
         enforce_eager: True to capture no passes.
+        batch_invariant: True to compute each row with one order of sums, see `model/invariance.py`.
 
     Raises:
         ValueError: A field has an invalid value.
@@ -47,6 +48,7 @@ class TargetConfig:
     copies: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
     enforce_eager: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -75,6 +77,7 @@ class TargetConfig:
             "offload": str(self.offload.offload),
             "copies of the target": ", ".join(self.copies),
             "enforce_eager": str(self.enforce_eager),
+            "batch_invariant": str(self.batch_invariant),
             "version of specinfer": installed_version(),
         }
 
@@ -119,6 +122,7 @@ def load_shard(
         Path(settings.folder), DTYPES[settings.dtype], rank_device(settings.device, place), settings.quantization,
         offload=settings.offload, progress=progress, shard=shard, kv_dtype=find_kv_dtype(settings.kv_cache_dtype),
         num_sharing=place.local_size, max_model_len=settings.limits.max_model_len,
+        batch_invariant=settings.batch_invariant,
     )  # fmt: skip
 
 

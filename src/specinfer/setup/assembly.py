@@ -192,7 +192,7 @@ def _load_target(
         target = load_model(
             Path(settings.folder), DTYPES[settings.dtype], find_device(settings.device), settings.quantization,
             offload=settings.offload, progress=progress, kv_dtype=find_kv_dtype(settings.kv_cache_dtype),
-            max_model_len=settings.limits.max_model_len,
+            max_model_len=settings.limits.max_model_len, batch_invariant=settings.batch_invariant,
         )  # fmt: skip
     if target.stream is not None:
         undo.callback(target.stream.close)

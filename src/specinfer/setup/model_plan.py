@@ -71,7 +71,7 @@ def plan_models(args: EngineArgs, *, finds_drafters: bool = True) -> ModelPlan:
     settings = TargetConfig(
         str(folder), args.dtype, args.device, args.quantization, args.offload_config, _limits(args, folder, device),
         tuple(name for name in names if name in SELF_DRAFTERS),
-        args.kv_cache_dtype, args.enforce_eager,
+        args.kv_cache_dtype, args.enforce_eager, args.batch_invariant,
     )  # fmt: skip
     if is_whole:
         settings = _with_budget(settings, names)
