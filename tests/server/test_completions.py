@@ -14,10 +14,12 @@ from transformers import AutoTokenizer
 
 from serving import Server, choices_of, events_of, post, serve, slow_steps
 from specinfer import LLM, QueueLimits, SamplingParams
+from specinfer.core.logprob import Logprob
 from specinfer.core.outputs import CompletionOutput, TextChunk
 from specinfer.core.speculation import StepTrace, TracedNode
 from specinfer.server.field_checks import IGNORED_HEADER
 from specinfer.server.generations import finish_all
+from specinfer.server.logprobs import TokenTexts
 from specinfer.server.state import ServerState
 from tests.server.pressure.soak import agree
 from tiny import save_model, save_tokenizer
@@ -135,6 +137,17 @@ def test_tokens_can_be_shown_by_their_ids(llm: LLM) -> None:
     for told in known[1:]:
         best = max(told.values(), key=lambda entry: entry["logprob"])
         assert [entry["rank"] == 1 for entry in told.values()] == [entry is best for entry in told.values()]
+
+
+def test_log_probabilities_of_a_prompt_are_formatted_once_for_all_its_outputs(llm: LLM) -> None:
+    """Eight strangers who asked for 16 outputs each kept the interpreter busy, and others' first tokens waiting."""
+    texts, known = TokenTexts(None), [None, {7: Logprob(-1.0, 1, "a")}]
+    shown = texts.prompt_logprobs(known)
+    assert shown == [None, {"7": {"logprob": -1.0, "rank": 1, "decoded_token": "token_id:7"}}]
+    assert texts.prompt_logprobs(known) is shown
+    (answer,) = post(llm, TEXT_PATH, {"prompt": [TEXT, "of"], "n": 2, "max_tokens": 1, "prompt_logprobs": 1})
+    told = [choice["prompt_logprobs"] for choice in choices_of(answer)]
+    assert told[0] == told[1] != told[2] == told[3]
 
 
 def test_parts_of_a_character_are_shown_as_bytes(llm: LLM) -> None:

@@ -14,7 +14,7 @@ from specinfer.server.call import Call
 from specinfer.server.conversations import read_conversation
 from specinfer.server.errors import ApiError
 from specinfer.server.json_body import ParsedRoute
-from specinfer.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from specinfer.server.logprobs import TokenTexts, chat_logprobs
 from specinfer.server.pending_response import RESPONSES, Choices, PendingResponse, respond
 from specinfer.server.protocol import ChatFields
 
@@ -62,7 +62,7 @@ async def _begin(call: Call, fields: ChatFields) -> PendingResponse:
         extra: dict[str, Any] = {"prompt_token_ids": read.ids} if fields.return_token_ids else {}
         if texts is not None and fields.prompt_logprobs is not None:
             known = generations[0].requests[0].prompt_logprobs
-            extra["prompt_logprobs"] = prompt_logprobs(known, texts)
+            extra["prompt_logprobs"] = texts.prompt_logprobs(known)
         return extra
 
     return Choices(

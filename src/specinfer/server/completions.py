@@ -20,7 +20,7 @@ from specinfer.inputs.prompts import PromptReader
 from specinfer.llm import LLM
 from specinfer.server.call import Call
 from specinfer.server.json_body import ParsedRoute
-from specinfer.server.logprobs import Scored, TokenTexts, completion_logprobs, prompt_logprobs
+from specinfer.server.logprobs import Scored, TokenTexts, completion_logprobs
 from specinfer.server.parameters import sampling_params, truncated
 from specinfer.server.pending_response import RESPONSES, Choices, PendingResponse, respond
 from specinfer.server.protocol import CompletionFields
@@ -245,7 +245,7 @@ class _Output:
         if self.texts is not None and request.params.logprobs is not None:
             choice["logprobs"] = completion_logprobs(self._scored(chunk), self.texts)
         if self.texts is not None and fields.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs, self.texts)
+            choice["prompt_logprobs"] = self.texts.prompt_logprobs(request.prompt_logprobs)
         if fields.return_token_ids:
             choice["token_ids"] = chunk.token_ids if shows else []
         if not self.is_begun:

@@ -14,7 +14,7 @@ _LEAST = -9999.0  # in place of minus infinity, which JSON does not have
 
 
 class TokenTexts:
-    """The texts of a model's tokens.
+    """The texts of a model's tokens, for one response.
 
     Args:
         as_ids: Show token ids instead of texts.
@@ -22,6 +22,7 @@ class TokenTexts:
 
     def __init__(self, token_text: TokenText | None, *, as_ids: bool = False) -> None:
         self._token_text, self._as_ids = token_text, as_ids or token_text is None
+        self._of_prompts: dict[int, list[dict[str, Any] | None]] = {}  # by the id of what they are made from
 
     @classmethod
     async def from_engine(cls, engine: AsyncLLM, *, as_ids: bool = False) -> "TokenTexts":
@@ -48,6 +49,18 @@ class TokenTexts:
             return raw.decode()
         except UnicodeDecodeError:
             return part + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def prompt_logprobs(self, logprobs: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, Any] | None]:
+        """Return vLLM's format: for each prompt token an object by token id. All outputs of a prompt share it."""
+        place = id(logprobs)
+        if place not in self._of_prompts:
+            self._of_prompts[place] = [
+                None if known is None else {str(t): self._ranked(t, p) for t, p in known.items()} for known in logprobs
+            ]
+        return self._of_prompts[place]
+
+    def _ranked(self, token: int, logprob: Logprob) -> dict[str, Any]:
+        return {"logprob": _finite(logprob.logprob), "rank": logprob.rank, "decoded_token": self.name(token)}
 
 
 _TOKEN_TEXT: "weakref.WeakKeyDictionary[LLM, TokenText | None]" = weakref.WeakKeyDictionary()
@@ -114,15 +127,6 @@ def chat_logprobs(
         tops = [_entry(t, known[t].logprob, texts) for t in listed]
         content.append({**_entry(token, known[token].logprob, texts), "top_logprobs": tops})
     return {"content": content, "refusal": None}
-
-
-def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None], texts: TokenTexts) -> list[dict[str, Any] | None]:
-    """Return vLLM's format: for each prompt token an object by token id."""
-
-    def shown(token: int, logprob: Logprob) -> dict[str, Any]:
-        return {"logprob": _finite(logprob.logprob), "rank": logprob.rank, "decoded_token": texts.name(token)}
-
-    return [None if known is None else {str(t): shown(t, p) for t, p in known.items()} for known in logprobs]
 
 
 def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:

@@ -10,15 +10,16 @@ not count as what they cost the server.
 
 import asyncio
 import functools
-import itertools
 import multiprocessing
 import os
+import queue
 import random
+import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +34,8 @@ from tests.server.served_command import serving
 
 _LIMITS = "max-num-seqs=1 max-num-queued-reqs=4 max-tokens-per-minute=6000 max-connections=8 max-incoming-bytes=8000000"
 _ROUNDS = 6  # in each, quiet time and then an attack of three times that length
+_PATIENCE = 5.0  # seconds for the hostile clients to end
+_HANGS = 1.0  # seconds without an event after which a request that is cut off counts with what it has waited
 _SETTLED = 0.5  # seconds until the hostile requests of a round are there, or gone
 # A cache that is full soon: pages of a larger one become memory when they are used first, which looks like a leak.
 _OPTIONS = ("--kv-cache-memory-bytes", "50M")
@@ -55,6 +58,7 @@ class Report:
     attacked_gaps: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    num_cut: int = 0  # honest requests that had not ended when their phase did
     statuses: dict[str, int] = field(default_factory=dict)  # of the hostile clients' requests
     memory_mib: list[tuple[float, float]] = field(default_factory=list)  # with times; of the server and its engine
     reader_mib: list[float] = field(default_factory=list)  # of the processes that read for strangers, which have limits
@@ -102,6 +106,27 @@ class Report:
         ]  # fmt: skip
 
 
+@dataclass(slots=True)
+class Answer:
+    """A stream that is read, with the seconds before each of its events."""
+
+    text: str = ""
+    seconds: list[float] = field(default_factory=list)
+    last: float = field(default_factory=time.monotonic)
+
+    def add(self, text: str) -> None:
+        """Note an event."""
+        now = time.monotonic()
+        self.seconds.append(now - self.last)
+        self.last, self.text = now, self.text + text
+
+    def cut(self) -> None:
+        """Count the wait under way, if it is long: a phase that ends must not hide that nothing comes."""
+        waited = time.monotonic() - self.last
+        if waited > _HANGS:
+            self.seconds.append(waited)
+
+
 class Honest:
     """Honest clients of one server, one for each key, and its memory."""
 
@@ -116,51 +141,60 @@ class Honest:
 
     async def run(self, seconds: float, is_attacked: Any) -> Report:
         """Measure for this time in all; `is_attacked`, a multiprocessing event, is set by turns."""
+        begun, part = time.monotonic(), seconds / (4 * self._num_rounds)
         async with httpx.AsyncClient(base_url=self._url, timeout=120) as self._client:
-            for prompt in _PROMPTS:
-                _, self._expected[prompt] = await self._ask(self._keys[0], prompt)
+            await asyncio.wait_for(self._learn(), seconds)
             watching = asyncio.create_task(self._watch(seconds / 200))
-            for _ in range(self._num_rounds):
-                part = seconds / (4 * self._num_rounds)
-                await self._honest(part, self.report.quiet, self.report.quiet_gaps)
+            for i in range(self._num_rounds):
+                await self._honest(begun + (4 * i + 1) * part, self.report.quiet, self.report.quiet_gaps)
                 is_attacked.set()
                 await asyncio.sleep(_SETTLED)
-                await self._honest(3 * part, self.report.attacked, self.report.attacked_gaps)
+                await self._honest(
+                    begun + 4 * (i + 1) * part - _SETTLED, self.report.attacked, self.report.attacked_gaps
+                )
                 is_attacked.clear()
                 await asyncio.sleep(_SETTLED)
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
         return self.report
 
-    async def _honest(self, seconds: float, firsts: list[float], gaps: list[float]) -> None:
-        end = time.monotonic() + seconds
+    async def _learn(self) -> None:
+        """Ask for each text once, alone, and remember the answers."""
+        for prompt in _PROMPTS:
+            answer = Answer()
+            await self._ask(self._keys[0], prompt, answer)
+            self._expected[prompt] = answer.text
+
+    async def _honest(self, end: float, firsts: list[float], gaps: list[float]) -> None:
+        """Ask until a time by `time.monotonic`, and cut off what has not ended by then."""
 
         async def client(key: str) -> None:
             while time.monotonic() < end and len(self.report.failed) < 20:
-                prompt = self._random.choice(_PROMPTS)
+                prompt, answer = self._random.choice(_PROMPTS), Answer()
                 try:
-                    times, text = await self._ask(key, prompt)
+                    await self._ask(key, prompt, answer)
+                    if answer.text != self._expected[prompt]:
+                        self.report.wrong.append(f"{prompt!r}: {answer.text!r} instead of {self._expected[prompt]!r}")
                 except (httpx.HTTPError, AssertionError, ValueError) as error:
                     self.report.failed.append(f"{type(error).__name__}: {error}")
-                    continue
-                firsts.append(times[0])
-                gaps.extend(end - start for start, end in itertools.pairwise(times))
-                if text != self._expected[prompt]:
-                    self.report.wrong.append(f"{prompt!r}: {text!r} instead of {self._expected[prompt]!r}")
+                except asyncio.CancelledError:
+                    self.report.num_cut += 1
+                    answer.cut()
+                    raise
+                finally:
+                    firsts.extend(answer.seconds[:1])
+                    gaps.extend(answer.seconds[1:])
                 await asyncio.sleep(self._random.uniform(0.1, 0.4))
 
-        await asyncio.gather(*map(client, self._keys))
+        await _end_at(end, map(client, self._keys))
 
-    async def _ask(self, key: str, prompt: str) -> tuple[list[float], str]:
-        """The seconds from the start to each event of a seeded stream, and its text."""
+    async def _ask(self, key: str, prompt: str, answer: "Answer") -> None:
+        """Read a seeded stream."""
         body = {"prompt": prompt, "max_tokens": 32, "temperature": 0.8, "seed": 5, "stream": True}
-        start, times, text = time.monotonic(), list[float](), ""
         async with self._client.stream("POST", TEXT, json=body, headers=bearer(key)) as response:
             assert response.status_code == 200, (await response.aread()).decode()
             async for event in events_of(response):
-                times.append(time.monotonic() - start)
-                text += event["choices"][0]["text"] if event["choices"] else ""
-        return times, text
+                answer.add(event["choices"][0]["text"] if event["choices"] else "")
 
     async def _watch(self, every: float) -> None:
         start = time.monotonic()
@@ -194,13 +228,8 @@ class Hostile:
         async with httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as self._client:
             while not is_over.is_set():
                 await _until(lambda: is_attacked.is_set() or is_over.is_set())
-                tasks = [asyncio.create_task(self._repeat(arm, i, counts)) for i, arm in enumerate(self._arms)]
-                await _until(lambda: not is_attacked.is_set())
-                pending = set(tasks)
-                while pending:  # a task that is in the middle of a timeout can miss being cancelled
-                    for task in pending:
-                        task.cancel()
-                    _, pending = await asyncio.wait(pending, timeout=0.5)
+                acting = [self._repeat(arm, i, counts) for i, arm in enumerate(self._arms)]
+                await _end_when(lambda: not is_attacked.is_set() or is_over.is_set(), acting)
         return dict(counts)
 
     async def _repeat(self, arm: Arm, i: int, counts: Counter[str]) -> None:
@@ -212,6 +241,9 @@ class Hostile:
                 counts[f"{name} {await act(headers)}"] += 1
             except (OSError, httpx.HTTPError) as error:
                 counts[f"{name} {type(error).__name__}"] += 1
+            except asyncio.CancelledError:
+                counts[f"{name} cut off"] += 1
+                raise
             await asyncio.sleep(0.01)
 
     async def _send(self, attack: Attack, headers: dict[str, str]) -> int:
@@ -290,24 +322,58 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
+async def _end_at(end: float, clients: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run clients until a time by `time.monotonic`."""
+    await _end_when(lambda: time.monotonic() >= end, clients)
+
+
+async def _end_when(condition: Callable[[], bool], clients: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run clients until something is so, and cancel them."""
+    pending = {asyncio.create_task(client) for client in clients}
+    try:
+        while pending and not condition():
+            _, pending = await asyncio.wait(pending, timeout=0.05)
+    finally:
+        while pending:  # a task that is in the middle of a timeout can miss being cancelled
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=0.5)
+
+
 def _attack(hostile: Hostile, is_attacked: Any, is_over: Any, counts: Any) -> None:
     """The hostile clients' process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that measures ends this one
     os.nice(19)
     counts.put(asyncio.run(hostile.run(is_attacked, is_over)))
 
 
-def measure(honest: Honest, hostile: Hostile, seconds: float) -> Report:
-    """Measure honest clients without and with hostile ones, in turns."""
-    is_attacked, is_over, counts = multiprocessing.Event(), multiprocessing.Event(), multiprocessing.SimpleQueue()
+@contextmanager
+def attacking(hostile: Hostile, report: Report) -> Iterator[Any]:
+    """Run hostile clients in a process of their own; they attack while the event that is yielded is set."""
+    is_attacked, is_over = multiprocessing.Event(), multiprocessing.Event()
+    counts: Any = multiprocessing.Queue()
     process = multiprocessing.Process(target=_attack, args=(hostile, is_attacked, is_over, counts))
     process.start()
     try:
-        report = asyncio.run(honest.run(seconds, is_attacked))
+        yield is_attacked
     finally:
         is_over.set()
-    report.statuses = counts.get()
-    process.join()
-    return report
+        try:
+            report.statuses = counts.get(timeout=_PATIENCE)
+        except queue.Empty:
+            report.failed.append(f"the hostile clients did not end within {_PATIENCE:g} s")
+            process.kill()
+        process.join()
+
+
+def measure(honest: Honest, hostile: Hostile, seconds: float) -> Report:
+    """Measure honest clients without and with hostile ones, in turns; the honest ones' report has what is seen."""
+    with attacking(hostile, honest.report) as is_attacked:
+        try:
+            return asyncio.run(honest.run(seconds, is_attacked))
+        except (TimeoutError, httpx.HTTPError, AssertionError, ValueError) as error:
+            honest.report.failed.append(f"not measured: {type(error).__name__} {error}")
+    return honest.report
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -7,17 +7,21 @@ of one run. The keys have no limits: what is measured is the server's own fairne
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from hostile import TEXT
-from tests.server.pressure.attack import Attack, Honest, Hostile, Report, bearer, measure
-from tests.server.served_command import serving
+from tests.server.pressure.attack import Arm, Attack, Honest, Hostile, Report, bearer, measure
+from tests.server.served_command import ServedCommand, serving
 
-_HONEST, _HOSTILE, _NUM_CLIENTS, _ROUNDS = "honest-key", ("hostile-key-0", "hostile-key-1"), 8, 2
+HONEST, HOSTILE, _NUM_CLIENTS, _ROUNDS = "honest-key", ("hostile-key-0", "hostile-key-1"), 8, 2
 _LONGEST = 4000  # characters of a prompt
+_STOP, _BETWEEN, _LEAST = 5.0, 1.0, 6.0  # seconds to stop a server, between attacks, and of an attack at least
 TOGETHER = "all together"
 _LONG = {"max_tokens": 200, "ignore_eos": True}
 
@@ -58,26 +62,45 @@ ATTACKS: dict[str, tuple[str, Callable[[random.Random, int], dict[str, Any]], bo
 
 
 def attack_in_turn(
-    model: str, seconds: float, names: Iterable[str] = (*ATTACKS, TOGETHER), *, port: int, seed: int = 0,
+    model: str, end: float, names: Iterable[str], reports: dict[str, Report], *, port: int, seed: int = 0,
     options: Sequence[str] = (),
-) -> dict[str, Report]:  # fmt: skip
-    """Measure an honest key beside each of these attacks on a server of this model, for an even part of the time."""
-    names, reports = list(names), dict[str, Report]()
-    with TemporaryDirectory() as folder:
-        keys = Path(folder) / "keys"
-        keys.write_text("".join(f"{key} generate name={key}\n" for key in (_HONEST, *_HOSTILE)))
-        with serving(model, *options, "--api-key-file", str(keys), port=port, log=Path(folder) / "log") as server:
-            context = server.client.get("/v1/models", headers=bearer(_HONEST)).json()["data"][0]["max_model_len"]
-            length = min(_LONGEST, context // 2)
-            for name in names:
-                chosen = list(ATTACKS.items()) if name == TOGETHER else [(name, ATTACKS[name])]
-                arms = [_arm(*chosen[i % len(chosen)], length) for i in range(_NUM_CLIENTS)]
-                honest = Honest(port, server.process.pid, seed, [_HONEST], _ROUNDS)
-                report = measure(honest, Hostile(port, seed, _HOSTILE, arms), seconds / len(names))
+) -> None:  # fmt: skip
+    """Measure an honest key beside each of these attacks on a server of this model.
+
+    Args:
+        end: When the server has to be stopped, by `time.monotonic`. Attacks have even parts of the time.
+        reports: Receives the report of each attack when it begins, so that an end before the time keeps them.
+    """
+    end, names = end - _STOP, list(names)
+    with key_file() as keys:
+        log, drain = keys.with_name("log"), ("--shutdown-timeout", "2")
+        with serving(model, *drain, *options, "--api-key-file", str(keys), port=port, log=log) as server:
+            for i, name in enumerate(names):
+                honest = Honest(port, server.process.pid, seed, [HONEST], _ROUNDS)
+                reports[name] = honest.report
+                part = (end - time.monotonic()) / (len(names) - i)
+                if part < _LEAST:
+                    honest.report.failed.append(f"not measured: {part:.1f} s are left, less than {_LEAST:g}")
+                    continue
+                report = measure(honest, Hostile(port, seed, HOSTILE, arms_of(server, name)), part - _BETWEEN)
                 refused = [status for status in report.statuses if status.endswith(" 400")]
                 report.failed += [f"{status}: this is no attack" for status in refused]
-                reports[name] = report
-    return reports
+
+
+@contextmanager
+def key_file() -> Iterator[Path]:
+    """A file with the keys, in a folder that ends with the block."""
+    with TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys"
+        keys.write_text("".join(f"{key} generate name={key}\n" for key in (HONEST, *HOSTILE)))
+        yield keys
+
+
+def arms_of(server: ServedCommand, name: str) -> list[Arm]:
+    """The arms of eight clients for an attack of this name."""
+    context = server.client.get("/v1/models", headers=bearer(HONEST)).json()["data"][0]["max_model_len"]
+    chosen = list(ATTACKS.items()) if name == TOGETHER else [(name, ATTACKS[name])]
+    return [_arm(*chosen[i % len(chosen)], min(_LONGEST, context // 2)) for i in range(_NUM_CLIENTS)]
 
 
 def _arm(name: str, attack: Any, length: int) -> tuple[str, Attack]:
@@ -85,20 +108,42 @@ def _arm(name: str, attack: Any, length: int) -> tuple[str, Attack]:
     return name, (path, lambda source: body(source, length), is_read)
 
 
+def over_bounds(report: Report) -> list[str]:
+    """Return which times of an honest key are longer than an attack may make them, in words."""
+    if not (report.quiet_gaps and report.attacked_gaps):
+        return ["too few answers"]
+    first, gap = _p95(report.quiet), _p95(report.quiet_gaps)
+    allowed = {"first token": max(3 * first, first + 0.5), "gap": 3 * gap}
+    seen = {"first token": _p95(report.attacked), "gap": _p95(report.attacked_gaps)}
+    return [
+        f"{name} {1e3 * seen[name]:.0f} ms at p95, {1e3 * most:.0f} allowed"
+        for name, most in allowed.items()
+        if seen[name] > most
+    ]
+
+
 def table(reports: dict[str, Report]) -> list[str]:
-    """Return times in milliseconds, median and 95th percentile, quiet and attacked, as lines of at most 80 columns."""
+    """Return times in milliseconds, median and 95th percentile, quiet and attacked, as lines of at most 80 columns.
+
+    The last columns are answers, answers that were wrong or lost, and answers that the end of a phase cut off.
+    """
     lines = [
-        f"{'':16} {'first token, ms':^27} {'gap, ms':^27} wrong",
-        f"{'attack':16} {'quiet':^13} {'attacked':^13} {'quiet':^13} {'attacked':^13} lost",
+        f"{'':16} {'first token, ms':^23} {'gap, ms':^23} {'':5} wrong",
+        f"{'attack':16} {'quiet':^11} {'attacked':^11} {'quiet':^11} {'attacked':^11} {'n':>5} lost  cut",
     ]
     for name, report in reports.items():
         times = (report.quiet, report.attacked, report.quiet_gaps, report.attacked_gaps)
-        lines.append(f"{name:16} {' '.join(map(_pair, times))} {len(report.wrong)}+{len(report.failed)}")
+        lost = f"{len(report.wrong)}+{len(report.failed)}"
+        num = len(report.quiet) + len(report.attacked)
+        lines.append(f"{name:16} {' '.join(map(_pair, times))} {num:5} {lost:5} {report.num_cut:3}")
     return lines
+
+
+def _p95(times: list[float]) -> float:
+    return sorted(times)[len(times) * 95 // 100]
 
 
 def _pair(times: list[float]) -> str:
     if not times:
-        return f"{'-':>6} {'-':>6}"
-    ordered = sorted(times)
-    return f"{1e3 * ordered[len(ordered) // 2]:6.0f} {1e3 * ordered[len(ordered) * 95 // 100]:6.0f}"
+        return f"{'-':>5} {'-':>5}"
+    return f"{1e3 * statistics.median(times):5.0f} {1e3 * _p95(times):5.0f}"
