@@ -77,7 +77,7 @@ def run_offload(config: OffloadConfig, progress: StageBar) -> Report[None]:
             before = yardstick.measure(config.disk_seconds)
             reset_peak(pid)
             policy = session.policies[len(turn.prompts), name]
-            run = measure_batch(session, turn, policy, lambda: begun.append(counters()), samples=False)
+            run = measure_batch(session.of_arm(name), turn, policy, lambda: begun.append(counters()), samples=False)
             found = {name: value - begun[0][name] for name, value in counters().items()}
             found["peak_resident"] = peak_resident(pid)
             found["source_rate"] = (before + yardstick.measure(config.disk_seconds)) / 2

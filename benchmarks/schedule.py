@@ -60,7 +60,8 @@ def run_schedule(config: ScheduleConfig, progress: StageBar) -> Report[None]:
             for name in (AUTO, LEARNED)
         }
         measured = session.compare(
-            lambda turn, name: measure_request(session, turn, policies[1, name], samples=False), (AUTO, LEARNED)
+            lambda turn, name: measure_request(session.of_arm(name), turn, policies[1, name], samples=False),
+            (AUTO, LEARNED),
         )
     result, environment, kinds = measured.result, measured.environment, numbers_by_kind(measured.kinds)
     parts = {**kinds, MIX: {number for run in result.plain.runs for number in run.prompts}}

@@ -74,6 +74,28 @@ def test_prompts_are_read_once_if_asked(folders: tuple[str, str], monkeypatch: p
         assert cached == expected, "two runs of each arm, one to warm up"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_replay_accepts_all_its_draft_tokens(folders: tuple[str, str], temperature: float) -> None:
+    """It shows what the engine takes with the best drafter there could be, whatever drafters are loaded."""
+    options: dict[str, Any] = {"trees": ("1",), "replays": (2, 5), "repeats": 1, "temperature": temperature}
+    result = run_latency(make_config(folders, **options)).measured.result
+    _, tree, short, long = result.arms
+    assert (tree.name, short.name, long.name) == ("1", "replay:2", "replay:5")
+    for arm, num_nodes in ((short, 2), (long, 5)):
+        assert result.partings(arm) == []
+        assert arm.accepted_per_pass.keys() == {"prediction"}
+        decoded = MAX_TOKENS - 1  # after the first; the last pass may need fewer draft tokens
+        assert [len(run.steps) for run in arm.runs] == [-(-decoded // (num_nodes + 1))] * len(PROMPTS)
+    for arm in (result.plain, tree):
+        assert "prediction" not in arm.accepted_per_pass
+
+
+@pytest.mark.parametrize(("replays", "message"), [((0,), "replay"), ((4, 4), "none twice"), ((2000,), "1 to 1024")])
+def test_impossible_replays_are_refused(replays: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=f"replay.*{message}|{message}"):
+        LatencyConfig(replays=replays)
+
+
 def refuse_to_load(*_: object, **__: object) -> None:
     raise AssertionError("the long work began")
 

@@ -46,6 +46,14 @@ def report(folders: tuple[str, str]) -> Report[Compared]:
     return run_throughput(make_config(folders))
 
 
+def test_a_replay_of_a_batch_accepts_all_its_draft_tokens(folders: tuple[str, str]) -> None:
+    options: dict[str, Any] = {"trees": ("1",), "replays": (4,), "repeats": 1, "batch_sizes": (3,)}
+    result = run_throughput(make_config(folders, **options)).measured.result
+    replay = result.arm("replay:4")
+    assert result.partings(replay) == []
+    assert all(len(run.steps) == 2 for run in replay.runs), "9 tokens after the first, 5 in a pass"
+
+
 def test_every_arm_runs_every_batch_in_every_repeat(report: Report[Compared]) -> None:
     assert [result.size for result in report.measured.results] == list(SIZES)
     assert report.measured.names == (PLAIN, *TREES)

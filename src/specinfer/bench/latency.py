@@ -81,7 +81,8 @@ def compare_latency(
         def measure(turn: Turn, name: str) -> Run | None:
             (asked,) = session.batch(turn)
             if (policy := session.policies.get((1, name))) is not None:
-                return (measure_request if asked.params.n == 1 else measure_batch)(session, turn, policy)
+                measure_run = measure_request if asked.params.n == 1 else measure_batch
+                return measure_run(session.of_arm(name), turn, policy)
             assert engines is not None
             return engines.measure(name, asked, turn.prompts[0], turn.repeat)
 

@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +17,14 @@ import torch
 from specinfer.bench.ceilings import measure_ceilings
 from specinfer.bench.comparisons import Compared, Comparison
 from specinfer.bench.models import Models, dtype_of, find_models
-from specinfer.bench.options import PLAIN, CompareConfig, load_options_of, rotated
+from specinfer.bench.options import PLAIN, REPLAY, CompareConfig, load_options_of, rotated
 from specinfer.bench.prompts import Asked, PromptSet, find_prompts, kinds_for
 from specinfer.bench.results import Arm, Run
 from specinfer.bench.stages import Roofline
 from specinfer.core.config import OffloadConfig
+from specinfer.core.lookups import PREDICTION
 from specinfer.core.sampling import SamplingParams
+from specinfer.core.tree import TreeBudget
 from specinfer.core.tree_shape import MAX_TREE_NODES, parse_tree
 from specinfer.engine.device.executor import DeviceExecutor
 from specinfer.llm import LLM
@@ -61,9 +63,9 @@ def schedule(config: CompareConfig, num_available: int, names: Sequence[str] | N
 
     Args:
         num_available: Number of prompts that there are.
-        names: All arms, if there are more than plain decoding and the trees.
+        names: All arms, if there are more than those of the options.
     """
-    arms = (PLAIN, *config.trees) if names is None else tuple(names)
+    arms = (PLAIN, *config.arms) if names is None else tuple(names)
     count = config.num_prompts if config.prompts is None else num_available
     for repeat in range(-config.warmup, config.repeats):
         for size in config.sizes:
@@ -81,6 +83,7 @@ class Session:
 
     Attributes:
         params: Sampling parameters of each prompt.
+        replayed: The same with plain decoding's tokens as the prediction; none if no arm replays them.
         policies: Policy of each arm at each batch size, used for the whole measurement so that it keeps learning.
     """
 
@@ -89,6 +92,7 @@ class Session:
     models: Models
     prompts: PromptSet
     params: list[SamplingParams]
+    replayed: list[SamplingParams]
     policies: dict[Key, SpeculationPolicy]
     roofline: Roofline
     progress: StageBar
@@ -100,6 +104,10 @@ class Session:
             Asked(self.prompts.token_ids[i], self.params[i], requests[i] if requests else None) for i in turn.prompts
         ]
 
+    def of_arm(self, name: str) -> "Session":
+        """Return the session with the sampling parameters of an arm."""
+        return replace(self, params=self.replayed) if name.startswith(f"{REPLAY}:") else self
+
     def turns(self, names: Sequence[str]) -> list[Turn]:
         return list(schedule(self.config, len(self.prompts.token_ids), names))
 
@@ -110,13 +118,13 @@ class Session:
 
         Args:
             measure: Run one turn with one arm; None if the arm is given up.
-            names: Our arms in addition to plain decoding and the trees.
+            names: Our arms in addition to those of the options.
             others: Arms of other engines, which are not compared.
 
         Raises:
             RuntimeError: An arm changed a greedy output of a float32 target without quantization.
         """
-        ours = (PLAIN, *self.config.trees, *names)
+        ours = (PLAIN, *self.config.arms, *names)
         exact = is_exact(self.llm.target.loaded, max(params.temperature for params in self.params))
 
         def check(turn: Turn, made: Mapping[str, Run]) -> None:
@@ -169,7 +177,8 @@ def open_session(
         progress.stage("timing passes")
         policies = make_policies(config, llm)
         params = prompts.params(llm, config)
-        yield Session(config, llm, models, prompts, params, policies, Roofline(llm, ceilings), progress)
+        replayed = prompts.replayed(llm, params) if config.replays else []
+        yield Session(config, llm, models, prompts, params, replayed, policies, Roofline(llm, ceilings), progress)
 
 
 def usual_prompts(folder: Path, config: CompareConfig) -> PromptSet:
@@ -190,6 +199,7 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: PromptSet) 
     longest = lengths[0] + config.max_tokens
     shapes = [parse_tree(tree) for tree in config.trees]
     nodes = [budget_of(shape, len(models.drafters)).max_nodes for shape in shapes if not shape.is_auto]
+    nodes += config.replays
     most = TreeSizes.SIZES[-1] if largest > 1 else MAX_TREE_NODES  # of "auto": a request by itself may have any
     num_slots = largest * (longest + max([*nodes, most]))
     llm = LLM(
@@ -221,7 +231,8 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: PromptSet) 
         )
     for executor in llm.engine.executors:
         if isinstance(executor, DeviceExecutor):  # as at the start of an engine with these trees
-            executor.prepare([budget for shape in shapes for budget in usual_budgets(shape)])
+            usual = [budget for shape in shapes for budget in usual_budgets(shape)]
+            executor.prepare([*usual, *map(_replay_budget, config.replays)])
     return llm
 
 
@@ -231,8 +242,12 @@ def make_policies(config: CompareConfig, llm: LLM) -> dict[Key, SpeculationPolic
         # Costs are measured for this run, since its results must not depend on an old file.
         name: FixedPolicy() if name == PLAIN else llm.make_policy(parse_tree(name), fresh=True)
         for name in (PLAIN, *config.trees)
-    }
+    } | {f"{REPLAY}:{count}": FixedPolicy(_replay_budget(count)) for count in config.replays}
     return {(size, name): copied(policy, llm) for name, policy in named.items() for size in config.sizes}
+
+
+def _replay_budget(count: int) -> TreeBudget:
+    return TreeBudget(count, count, drafters=frozenset({PREDICTION}))
 
 
 def copied(policy: SpeculationPolicy, llm: LLM) -> SpeculationPolicy:

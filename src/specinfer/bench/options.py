@@ -23,13 +23,14 @@ from specinfer.core.drafter_forms import parse_select
 from specinfer.core.options import check_settings, parse_size, setting, setting_of
 from specinfer.core.parallel_config import ParallelConfig
 from specinfer.core.sampling import MAX_SEED, SamplingParams
-from specinfer.core.tree_shape import parse_tree
+from specinfer.core.tree_shape import MAX_TREE_NODES, parse_tree
 from specinfer.engine_args import EngineArgs
 from specinfer.inputs.chat.samples import ALL, FUNCTIONS, KINDS
 
 _T = TypeVar("_T")
 AnyPrompt = str | tuple[int, ...]
 PLAIN = "off"  # name of the arm that decodes without speculation, as in `tree="off"`
+REPLAY = "replay"  # of arms whose draft tokens are plain decoding's own
 MAX_BATCH = 1024
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _SAMPLING, _SPECULATION = "Sampling", "Speculation"
@@ -80,6 +81,15 @@ class CompareConfig:
     model: str = setting_of(EngineArgs, "model", default="demo")
     drafters: str | tuple[str, ...] = setting_of(EngineArgs, "drafters")
     trees: tuple[str, ...] = setting_of(SharedSettings, "trees")
+    replays: tuple[int, ...] = setting(
+        (),
+        _SPECULATION,
+        "Also measure chains of this many draft tokens that are plain decoding's own, so that all are accepted: the "
+        "most that any drafter could bring. On GPUs it needs ngram or suffix among the drafters to be at its fastest. "
+        "May be repeated.",
+        name="replay",
+        metavar="TOKENS",
+    )
     dtype: DType = setting_of(EngineArgs, "dtype")
     quantization: Quantization | None = setting_of(EngineArgs, "quantization")
     drafter_quantization: Quantization | None = setting_of(EngineArgs, "drafter_quantization")
@@ -123,6 +133,8 @@ class CompareConfig:
         ParallelConfig(self.tensor_parallel_size, self.pipeline_parallel_size)
         OffloadConfig(self.offload, self.memory_budget, self.offload_folder)
         check_trees(self.trees)
+        if self.replays:
+            check_distinct("replay", self.replays, MAX_TREE_NODES)
         parse_select(self.select)
         if self.kv_cache_memory_bytes is not None:
             parse_size("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
@@ -134,6 +146,11 @@ class CompareConfig:
     def more_kinds(self) -> tuple[str, ...]:
         """Kinds of prompts that only this measurement has."""
         return ()
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Names of the arms beside plain decoding, the trees first."""
+        return (*self.trees, *(f"{REPLAY}:{count}" for count in self.replays))
 
     @property
     def sizes(self) -> tuple[int, ...]:

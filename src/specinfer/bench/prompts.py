@@ -88,6 +88,18 @@ class PromptSet:
             return [request.params for request in self.requests]
         return self.end_answers(llm, [config.sampling_params(i) for i in range(len(self.token_ids))])
 
+    def replayed(self, llm: LLM, params: Sequence[SamplingParams]) -> list[SamplingParams]:
+        """Return these parameters of each prompt, with plain decoding's tokens as the prediction.
+
+        Raises:
+            ValueError: A prompt has several outputs.
+            RuntimeError: A request failed.
+        """
+        if self.most_outputs > 1:
+            raise ValueError("replay: a prompt has several outputs, and one prediction; leave kind samples out")
+        outputs = self._plain_outputs(llm, params)
+        return [replace(each, prediction=ids) for each, ids in zip(params, outputs, strict=True)]
+
     def end_answers(self, llm: LLM, params: Sequence[SamplingParams]) -> list[SamplingParams]:
         """Return the parameters of each prompt. For chat prompts, set `max_tokens` to the length of plain decoding.
 
@@ -98,15 +110,20 @@ class PromptSet:
         """
         if not self.kinds:
             return list(params)
+        outputs = self._plain_outputs(llm, [replace(each, ignore_eos=False) for each in params])
+        ended = [max(LEAST_TOKENS, len(ids)) for ids in outputs]
+        return [replace(each, max_tokens=length) for each, length in zip(params, ended, strict=True)]
+
+    def _plain_outputs(self, llm: LLM, params: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
+        """Return the tokens of plain decoding for each prompt, the first output of each."""
         llm.engine.policy = FixedPolicy()
-        prompts = [{"prompt_token_ids": ids, "cache_salt": run_salt(llm)} for ids in self.token_ids]
-        asked = [replace(each, ignore_eos=False) for each in params]
-        ended = []
-        for number, output in enumerate(llm.generate(prompts, asked, use_tqdm=False)):
+        salt = run_salt(llm)
+        asked = [Asked(*each, None) for each in zip(self.token_ids, params, strict=True)]
+        outputs = llm.generate([each.prompt(salt) for each in asked], list(params), use_tqdm=False)
+        for number, output in enumerate(outputs):
             if output.error is not None:
                 raise RuntimeError(f"prompt {number}: {output.error}")
-            ended.append(max(LEAST_TOKENS, len(output.outputs[0].token_ids)))
-        return [replace(each, max_tokens=length) for each, length in zip(params, ended, strict=True)]
+        return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
 def chat_token_ids(folder: Path, count: int, kinds: Sequence[str]) -> PromptSet:

@@ -51,7 +51,7 @@ def compare_throughput(config: ThroughputConfig, progress: StageBar, prepare: Pr
     """
     with open_session(config, progress, prepare) as session:
         return session.compare(
-            lambda turn, name: measure_batch(session, turn, session.policies[len(turn.prompts), name])
+            lambda turn, name: measure_batch(session.of_arm(name), turn, session.policies[len(turn.prompts), name])
         )
 
 

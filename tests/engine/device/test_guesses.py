@@ -179,6 +179,24 @@ def test_a_drafter_reads_what_lookups_proposed(pair: Pair, plain: list[list[int]
     assert request.origins.count("prediction") > 20
 
 
+@pytest.mark.parametrize("has_model", [False, True])
+def test_a_prediction_drafts_where_no_other_drafter_is_asked(
+    has_model: bool, pair: Pair, plain: list[list[int]]
+) -> None:
+    """No budget leaves it out, and it leaves out what others would draft; chains of 8 tokens are all accepted."""
+
+    def predicted() -> list[Request]:
+        request = _requests()[0]
+        request.prediction_ids = tuple(plain[0])
+        return [request]
+
+    budget, drafters = TreeBudget(8, 8, drafters=frozenset({"prediction"})), [pair[1]] if has_model else []
+    for _, [request] in in_each_way((pair[0], drafters), budget, predicted, WAYS[::2], lookups=["ngram"]):
+        assert request.output_ids == plain[0]
+        assert set(request.origins) == {None, "prediction"}
+        assert request.speculation.tokens_per_pass > 6
+
+
 def test_one_event_a_step_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
     wait = Marks.wait

@@ -120,6 +120,7 @@ class DeviceBudgets:
         for served in device_requests:
             request, budget = served.request, self._asked.get(served.request, OFF)
             is_asked = any(budget.asks(name) for name in (*self._lookups, *self._models_of(served)))
+            is_asked = is_asked or bool(request.prediction_ids)  # which no budget leaves out
             may_guess = request.drafting.is_allowed and request.max_new_tokens > 1 and is_asked
             allowed.append(budget if may_guess and holds(budget) else OFF)
         self.uncut = allowed

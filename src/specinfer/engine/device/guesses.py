@@ -48,9 +48,10 @@ class DeviceGuesses:
         """
         assert self._drafter is not None
         lookups = frozenset(self._drafter.lookups)
+        asked = [replace(b, drafters=lookups if b.drafters is None else lookups & b.drafters) for b in budgets]
         cut = [
-            replace(budget, drafters=lookups).cut(min(served.request.max_new_tokens - 1, LEVELS[-1]), most_nodes)
-            for served, budget in zip(device_requests, budgets, strict=True)
+            budget.cut(min(served.request.max_new_tokens - 1, LEVELS[-1]), most_nodes)
+            for served, budget in zip(device_requests, asked, strict=True)
         ]
         trees = self._drafter.draft([served.span() for served in device_requests], cut)
         num_guesses = max(tree.num_guessed for tree in trees)
