@@ -330,6 +330,37 @@ def test_steps_are_as_long_as_the_targets_of_all_allow() -> None:
         assert _counts(fair, [decoding, other]) == [1, count]
 
 
+def _budgets(fair: FairSteps, requests: Sequence[Request], num_to_read: int = 0) -> list[int]:
+    """Return the draft tokens that each of these requests may have, of four that it asks for."""
+    spans, wanted = [Span(request, 1, 2) for request in requests], [TreeBudget(4, 4)] * len(requests)
+    fair.cut(spans, wanted, [], requests, lambda _: 0)  # now it is known what they want
+    allowed = fair.cut(spans, wanted, [], requests, lambda _: num_to_read)
+    return [budget.max_nodes for budget in allowed]
+
+
+def test_a_target_shortens_steps_only_by_the_part_of_the_tenant_that_has_it() -> None:
+    """A key that asks for a token in a millisecond must not take the draft tokens of all others."""
+    usual = [_running("a", "a"), _running("b", "b")]
+    assert _budgets(_fair(*usual), usual) == [4, 4]
+    hasty = [_running("a", "a"), _running("b", "b", slo=SLO(tpot=1.0))]
+    fair = _fair(*hasty)
+    quiet, own = _budgets(fair, hasty)
+    assert quiet == 4
+    assert own < 3
+    assert fair._length(hasty) < fair._length(usual)
+    all_hasty = [_running(name, name, slo=SLO(tpot=1.0)) for name in "ab"]
+    fair = _fair(*all_hasty)
+    assert max(_budgets(fair, all_hasty)) < 3
+    assert fair._length(all_hasty) == pytest.approx(0.02)  # a plain pass for each
+
+
+def test_a_request_that_has_no_time_to_be_read_by_a_drafter_says_so() -> None:
+    requests = [_running("a", "a"), _running("b", "b")]
+    fair = _fair(*requests)
+    assert _budgets(fair, requests, num_to_read=4000) == [0, 0]
+    assert [request.drafting.num_unread_steps for request in requests] == [1, 1]
+
+
 def test_a_tenant_is_charged_the_seconds_that_its_rows_and_log_probabilities_take() -> None:
     quiet, many = _running("a", "a"), [_running("b", f"b{i}", logprobs=20) for i in range(3)]
     fair = _fair(quiet, *many)

@@ -1,5 +1,6 @@
 """Conversations to token ids: what a template may be given, and that only it writes control tokens."""
 
+import time
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from parsing import reader_of
 from specinfer.core.errors import RequestError
+from specinfer.inputs.chat import rendering
 from specinfer.inputs.chat.conversations import read_conversations
 from specinfer.inputs.prompts import PromptReader
 from talking import BARE, EOS, HERMES, LLAMA, MISTRAL, PLAIN, SPECIAL, WRITTEN, make_talker
@@ -322,3 +324,24 @@ def test_the_operators_template_stands_in_for_the_models() -> None:
 def test_a_template_that_fails_is_reported(template: str) -> None:
     with pytest.raises(RequestError, match=r"^messages: .*chat.template"):
         _reader(template).read_chat([USER])
+
+
+# Each range is within the limit of the sandbox.
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+LATER = (
+    "{% for message in messages %}{{ message.content }}{% if loop.index > 1 %}" + ENDLESS + "{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_loops_for_ever_ends_by_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
+    reader, begun = _reader(LATER), time.monotonic()
+    assert _text(reader, [USER]) == "Rome?"
+    with pytest.raises(RequestError, match=r"messages: the chat template refuses them: it takes longer than 0.2 s"):
+        reader.read_chat([USER, CALLING, RESULT])
+    assert _text(reader, [USER]) == "Rome?", "the thread goes on"
+    with pytest.raises(ValueError, match=r"chat_template: it takes longer than 0.2 s"):
+        reader.chat_template = ENDLESS
+    with pytest.raises(RequestError, match=r"it takes longer than 0.2 s"):
+        _reader(ENDLESS).read_chat([USER])
+    assert time.monotonic() - begun < 60.0

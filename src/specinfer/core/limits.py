@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from specinfer.core.errors import as_python, check_float, check_int
+from specinfer.core.errors import as_python, check_int
 from specinfer.core.options import check_settings, setting
 
 _NAMES = ("ttft", "tpot")
@@ -89,11 +89,12 @@ class QueueLimits:
     queue_timeout: float | None = setting(
         None, _LIMITS, "Maximum time a request waits in the queue, in seconds.", **_SECONDS
     )
-    max_step_seconds: float = 300.0
+    max_step_seconds: float = setting(
+        300.0, _LIMITS, "Time after which a step counts as hung, and the engine is started again.", **_SECONDS
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check_float("max_step_seconds", self.max_step_seconds, 0.0, 1e9, low_open=True)
 
     def deadlines(self, arrival: float, timeout: float | None) -> tuple[float, float]:
         """Return the times by which a request must have ended, and must have been started.

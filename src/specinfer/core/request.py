@@ -53,6 +53,8 @@ class DraftState:
         is_read: True if a drafter that is a model has read the tokens so far.
         num_nodes: Draft tokens of the last tree.
         num_wanted: Draft tokens that the last budget asked for, before it was cut to the room of the step.
+        num_crowded_steps: Passes whose tree has lost all draft tokens to the parts of other tenants.
+        num_unread_steps: Those of them for which a model had no time to read the tokens.
         reserved_seconds: Seconds that the step under way has counted for a model's reading, until the model reads.
     """
 
@@ -61,6 +63,8 @@ class DraftState:
     is_read: bool = False
     num_nodes: int = 0
     num_wanted: int = 0
+    num_crowded_steps: int = 0
+    num_unread_steps: int = 0
     reserved_seconds: float = 0.0
 
     def note_read(self) -> None:

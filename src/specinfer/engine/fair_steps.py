@@ -16,6 +16,7 @@ outputs, without draft tokens.
 First tokens are computed before others take their parts, as long as a tenant has not used much time for its own.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from specinfer.core.tree import TokenTree, TreeBudget
 from specinfer.engine.first_seconds import FirstSeconds
 from specinfer.engine.parts import by_tenant, even_parts, in_turn
 from specinfer.engine.prompts import token_shares
+from specinfer.engine.step_room import StepRoom
 from specinfer.engine.step_seconds import StepSeconds
 from specinfer.engine.tree_cuts import cut_evenly, wanted_nodes
 from specinfer.engine.turns import PassTurns
@@ -54,30 +56,6 @@ class StepShares:
     def is_prioritized(self) -> bool:
         """True if first tokens come first."""
         return bool(self.firsts)
-
-
-@dataclass(frozen=True, slots=True)
-class StepRoom:
-    """The rows that a step has room for, and what counts as a row.
-
-    Attributes:
-        num_rows: Rows of a pass that takes as long as the step may.
-        row_seconds: Seconds of one of them.
-        seconds: Costs of steps.
-    """
-
-    num_rows: float
-    row_seconds: float
-    seconds: StepSeconds
-
-    def rows_of(self, request: Request) -> float:
-        """Return the rows that a known token of a request counts as."""
-        return 1.0 + self.seconds.on_host(request) / self.row_seconds
-
-    @property
-    def rows_of_node(self) -> float:
-        """Rows that a draft token counts as."""
-        return 1.0 + self.seconds.of_node / self.row_seconds
 
 
 class FairSteps:
@@ -111,20 +89,39 @@ class FairSteps:
         num_rows = max(self.seconds.rows_within(length), 1.0)
         if self._waiting.num_tenants < 2 and length > self.seconds.longest:
             num_rows = max(num_rows, least)
-        return StepRoom(num_rows, length / num_rows, self.seconds)
+        return StepRoom(num_rows, length / num_rows, self.seconds, self._most(running, num_rows))
 
     def _length(self, running: Sequence[Request]) -> float:
-        """Return the seconds that a step may take."""
+        """Return the seconds that a step may take.
+
+        A tenant whose targets ask for shorter steps gives of its own part, all but a plain pass.
+        """
         plain, num_tenants = self.seconds.of_pass(1), self._waiting.num_tenants
         alone = max(ALONE, _PASSES_ALONE * plain)
         if num_tenants < 2:
             return alone
-        decoding = by_tenant([request for request in running if request.num_output])
-        lightest = min((self._seconds_alone(requests) for requests in decoding.values()), default=alone)
-        usual = num_tenants * min(max(lightest, plain), max(_PART, _PASSES_EACH * plain))
+        part = self._part(running)
+        usual = num_tenants * part
         targets = [_target(request) or usual for request in running]
         wanted = min(targets if not self._waiting else [usual, *targets])
-        return max(min(wanted, alone), num_tenants * plain)
+        given = len(_hasty(running, usual)) * (part - plain)
+        return max(min(wanted, alone), usual - given)
+
+    def _part(self, running: Sequence[Request]) -> float:
+        """Return the seconds of a step that each of several tenants has: what the lightest decoding one needs."""
+        plain = self.seconds.of_pass(1)
+        decoding = by_tenant([request for request in running if request.num_output])
+        lightest = min((self._seconds_alone(requests) for requests in decoding.values()), default=math.inf)
+        return min(max(lightest, plain), max(_PART, _PASSES_EACH * plain))
+
+    def _most(self, running: Sequence[Request], num_rows: float) -> dict[str, float]:
+        """Return the rows at most of tenants whose targets make a step of so many rows shorter than it would be."""
+        num_tenants = self._waiting.num_tenants
+        usual = num_tenants * self._part(running)
+        hasty, lost = _hasty(running, usual), self.seconds.rows_within(usual) - num_rows
+        if num_tenants < 2 or lost <= 0:
+            return {}
+        return dict.fromkeys(hasty, (num_rows + lost) / num_tenants - lost / max(len(hasty), 1))
 
     def _seconds_alone(self, requests: Sequence[Request]) -> float:
         """Return the seconds of a step of these decoding requests alone."""
@@ -157,7 +154,9 @@ class FairSteps:
         if len(tenants) < 2:
             counts = self._shares_of(group, room, room.num_rows, max_tokens, max_prompt_logprobs, planner)
             return StepShares([counts.get(request, 0) for request in group])
-        demands = {tenant: self._demand(requests, room) for tenant, requests in tenants.items()}
+        demands = {
+            tenant: room.rows_of_tenant(tenant, self._demand(requests, room)) for tenant, requests in tenants.items()
+        }
         firsts = self._first_demands(tenants, room)
         others = sum(min(map(room.rows_of, tenants[tenant])) for tenant in tenants if tenant not in firsts)
         granted = in_turn(firsts, room.num_rows - others)
@@ -247,7 +246,7 @@ class FairSteps:
         for span in (*spans, *reading):
             known[span.request.tenant] += (span.end - span.start) * room.rows_of(span.request)
         may_read = partial(self._firsts.take_reading, num_to_read=num_to_read)
-        allowed = cut_evenly(asked, known, room.num_rows, room.rows_of_node, may_read)
+        allowed = cut_evenly(asked, known, room, may_read)
         return [allowed[span.request] for span in spans]
 
     # -------------------------------------------------------------------------------------- seconds
@@ -278,6 +277,11 @@ class FairSteps:
         for tenant, seconds in firsts.items():
             is_prioritized = any(span.request.tenant == tenant and span.request.is_prioritized for span, _ in parts)
             self._firsts.use(tenant, step.time if is_prioritized else seconds)
+
+
+def _hasty(running: Sequence[Request], seconds: float) -> set[str]:
+    """Return the tenants with a target that is shorter than this."""
+    return {request.tenant for request in running if (_target(request) or seconds) < seconds}
 
 
 def _target(request: Request) -> float | None:

@@ -88,23 +88,25 @@ class Learners:
 
     def explain(self, request: Request) -> None:
         """Note why most passes of a request that has ended had no tree, or that trees were cut."""
-        stats = request.speculation
+        stats, reasons = request.speculation, list[str]()
+        if stats.num_plain_steps > stats.num_spec_steps:
+            reasons.append(_crowded(request) or self._plain(request))
         if stats.num_cut_steps:
-            stats.reason = f"trees were cut in {counted(stats.num_cut_steps, 'pass')} beside requests of other API keys"
-            return
-        if stats.num_plain_steps <= stats.num_spec_steps:
-            return
+            reasons.append(f"trees were cut in {counted(stats.num_cut_steps, 'pass')} beside {_OTHERS}")
+        stats.reason = "; ".join(reasons) or None
+
+    def _plain(self, request: Request) -> str:
+        """Return why the drafters or the policy had no tree for most passes of a request."""
         try:
-            stats.reason = self.policy.reason(request)
+            if (reason := self.policy.reason(request)) is not None:
+                return reason
         except Exception:
             logger.exception("%s failed", type(self.policy).__name__)
-        if stats.reason is None:
-            if not request.drafting.is_allowed:
-                stats.reason = "with draft tokens the model computed values that are not numbers"
-            elif request.num_output == 1:
-                stats.reason = "the output has a single token"
-            else:
-                stats.reason = "the drafters proposed no tokens for most passes"
+        if not request.drafting.is_allowed:
+            return "with draft tokens the model computed values that are not numbers"
+        if request.num_output == 1:
+            return "the output has a single token"
+        return "the drafters proposed no tokens for most passes"
 
     def on_step(self, record: StepRecord, outcomes: Sequence[tuple[TokenTree, Acceptance]]) -> None:
         """Report a step that has ended."""
@@ -112,6 +114,19 @@ class Learners:
         _call(self.policy, self.policy.observe, record, outcomes)
         for observer in tuple(self.observers):
             _call(observer, observer.on_step, record)
+
+
+_OTHERS = "requests of other API keys"
+
+
+def _crowded(request: Request) -> str | None:
+    """Return what took the trees of most plain passes, if the parts of other tenants did."""
+    drafting, most = request.drafting, request.speculation.num_plain_steps / 2
+    if drafting.num_crowded_steps <= most:
+        return None
+    if drafting.num_unread_steps > drafting.num_crowded_steps / 2:
+        return f"a drafter takes too long to read the tokens so far beside {_OTHERS}"
+    return f"{_OTHERS} left no time for draft tokens"
 
 
 def _call(learner: object, report: Callable[..., None], *args: object) -> None:

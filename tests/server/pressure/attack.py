@@ -46,6 +46,7 @@ _MIXTURE = (
 )  # fmt: skip
 _SCHEMAS = [BOMBS[name] for name in ("patterns of one string", "3,000 optional properties", "references in a circle")]
 _PROMPTS = ("def main(", "import os\n", "class Stack:\n", "for i in ", "# numbers\n", "def read(self, size):", "x = ")
+_GREEDY = _PROMPTS[::2]
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class Report:
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     num_cut: int = 0  # honest requests that had not ended when their phase did
+    num_interrupted: int = 0  # honest requests that ended with an error while they might
     statuses: dict[str, int] = field(default_factory=dict)  # of the hostile clients' requests
     memory_mib: list[tuple[float, float]] = field(default_factory=list)  # with times; of the server and its engine
     reader_mib: list[float] = field(default_factory=list)  # of the processes that read for strangers, which have limits
@@ -128,15 +130,21 @@ class Answer:
 
 
 class Honest:
-    """Honest clients of one server, one for each key, and its memory."""
+    """Honest clients of one server, one for each key, and its memory.
+
+    Args:
+        may_fail: Whether a request that began at a time may end with an error, or without an answer.
+    """
 
     def __init__(
-        self, port: int, pid: int, seed: int, keys: Sequence[str] = _HONEST, num_rounds: int = _ROUNDS
-    ) -> None:
-        self._keys, self._num_rounds = keys, num_rounds
+        self, port: int, pid: int, seed: int, keys: Sequence[str] = _HONEST, num_rounds: int = _ROUNDS,
+        may_fail: Callable[[float], bool] = lambda begun: False,
+    ) -> None:  # fmt: skip
+        self._keys, self._num_rounds, self._may_fail = keys, num_rounds, may_fail
         self._url = f"http://127.0.0.1:{port}"
         self._server, self._random = psutil.Process(pid), random.Random(seed)
         self._expected: dict[str, str] = {}
+        self.asking = set[asyncio.Task[None]]()  # requests under way
         self.report = Report()
 
     async def run(self, seconds: float, is_attacked: Any) -> Report:
@@ -162,35 +170,51 @@ class Honest:
         """Ask for each text once, alone, and remember the answers."""
         for prompt in _PROMPTS:
             answer = Answer()
-            await self._ask(self._keys[0], prompt, answer)
+            await self._ask(self._keys[0], prompt, answer, tree="off")
             self._expected[prompt] = answer.text
+
+    async def load(self, end: float, hostile: Callable[[], None]) -> None:
+        """Ask until a time by `time.monotonic`, and call a function once the answers are known."""
+        async with httpx.AsyncClient(base_url=self._url, timeout=120) as self._client:
+            await self._learn()
+            hostile()
+            await self._honest(end, self.report.attacked, self.report.attacked_gaps)
 
     async def _honest(self, end: float, firsts: list[float], gaps: list[float]) -> None:
         """Ask until a time by `time.monotonic`, and cut off what has not ended by then."""
 
         async def client(key: str) -> None:
             while time.monotonic() < end and len(self.report.failed) < 20:
-                prompt, answer = self._random.choice(_PROMPTS), Answer()
+                prompt, answer, begun = self._random.choice(_PROMPTS), Answer(), time.monotonic()
+                asking = asyncio.create_task(self._ask(key, prompt, answer))
+                self.asking.add(asking)
                 try:
-                    await self._ask(key, prompt, answer)
+                    await asking
                     if answer.text != self._expected[prompt]:
                         self.report.wrong.append(f"{prompt!r}: {answer.text!r} instead of {self._expected[prompt]!r}")
                 except (httpx.HTTPError, AssertionError, ValueError) as error:
-                    self.report.failed.append(f"{type(error).__name__}: {error}")
+                    if self._may_fail(begun) and not isinstance(error, httpx.TimeoutException):
+                        self.report.num_interrupted += 1
+                    else:
+                        self.report.failed.append(f"{type(error).__name__}: {error}")
                 except asyncio.CancelledError:
                     self.report.num_cut += 1
-                    answer.cut()
-                    raise
+                    if not asking.cancelled() or _current().cancelling():
+                        asking.cancel()
+                        answer.cut()
+                        raise
                 finally:
+                    self.asking.discard(asking)
                     firsts.extend(answer.seconds[:1])
                     gaps.extend(answer.seconds[1:])
                 await asyncio.sleep(self._random.uniform(0.1, 0.4))
 
         await _end_at(end, map(client, self._keys))
 
-    async def _ask(self, key: str, prompt: str, answer: "Answer") -> None:
-        """Read a seeded stream."""
-        body = {"prompt": prompt, "max_tokens": 32, "temperature": 0.8, "seed": 5, "stream": True}
+    async def _ask(self, key: str, prompt: str, answer: "Answer", **speculative: str) -> None:
+        """Read a stream that is greedy or seeded."""
+        sampling = {"temperature": 0.0} if prompt in _GREEDY else {"temperature": 0.8, "seed": 5}
+        body = {"prompt": prompt, "max_tokens": 32, "stream": True, "speculative": speculative, **sampling}
         async with self._client.stream("POST", TEXT, json=body, headers=bearer(key)) as response:
             assert response.status_code == 200, (await response.aread()).decode()
             async for event in events_of(response):
@@ -315,6 +339,12 @@ class Hostile:
             await asyncio.wait_for(reader.read(), 5)
         writer.transport.abort()
         return 0
+
+
+def _current() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 async def _until(condition: Callable[[], bool]) -> None:

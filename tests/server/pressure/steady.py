@@ -88,11 +88,12 @@ def attack_in_turn(
 
 
 @contextmanager
-def key_file() -> Iterator[Path]:
-    """A file with the keys, in a folder that ends with the block."""
+def key_file(*more: str) -> Iterator[Path]:
+    """A file with the keys and further lines, in a folder that ends with the block."""
     with TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
-        keys.write_text("".join(f"{key} generate name={key}\n" for key in (HONEST, *HOSTILE)))
+        lines = [*(f"{key} generate name={key}" for key in (HONEST, *HOSTILE)), *more]
+        keys.write_text("\n".join(lines) + "\n")
         yield keys
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 from specinfer.core.config import NONE
 from specinfer.core.rules import AUTO
 from specinfer.core.thought import Reasoning
+from specinfer.inputs.chat.rendering import render
 from specinfer.inputs.formats.calls import CALL_FORMATS, FORMATS, LFM2, SYSTEM_PROMPT_FORMAT, CallFormat
 from specinfer.inputs.formats.parser import OutputParser
 from specinfer.inputs.formats.reasoning import REASONING_FORMATS, ReasoningFormat, find_reasoning
@@ -81,16 +82,13 @@ class OutputFormats:
         return frozenset(i for i, token in added.items() if not token.content.isspace())
 
     def _find_calls(self, template: str | None) -> CallFormat:
-        def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+        def try_on(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
             try:
-                text: str = self._tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools), chat_template=template, tokenize=False
-                )
+                return render(self._tokenizer, messages, tools=list(tools), chat_template=template)
             except Exception:  # templates are programs and may raise anything
                 return None
-            return text
 
-        return find_format(template, render, self._calls)
+        return find_format(template, try_on, self._calls)
 
 
 def _named(field: str, name: str, known: Mapping[str, T], words: Sequence[str]) -> T | None:

@@ -20,6 +20,7 @@ from specinfer.inputs.chat.control_tokens import ControlTokens, breaks_for, has_
 from specinfer.inputs.chat.forms import add_tools, as_written, forms_of, system_texts
 from specinfer.inputs.chat.messages import THOUGHTS, Message, read_messages
 from specinfer.inputs.chat.output_formats import OutputFormats
+from specinfer.inputs.chat.rendering import SlowTemplateError, render
 from specinfer.inputs.formats.lark import SpecialToken
 from specinfer.inputs.prompt_limits import PromptLimits
 
@@ -81,9 +82,11 @@ class ChatTemplate:
             self._codes[text] = self._read_code(text)
             trial = [{"role": "user", "content": "?"}]
             try:
-                self._tokenizer.apply_chat_template(trial, chat_template=text, tokenize=False)
+                render(self._tokenizer, trial, chat_template=text)
             except TemplateSyntaxError as error:
                 raise ValueError(f"chat_template cannot be read: {first_line(error)}") from error
+            except SlowTemplateError as error:
+                raise ValueError(f"chat_template: {error} for one message; use another template") from error
             except Exception:  # errors about other messages are reported when they come
                 logger.info("the chat template refuses a first message of the user", exc_info=True)
         self.override = text
@@ -237,6 +240,8 @@ class ChatTemplate:
             try:
                 rendered.append(self._render(form, options, end))
             except RequestError as error:
+                if isinstance(error.__cause__, SlowTemplateError):
+                    raise
                 refusal = refusal or error
             else:
                 if has_in_order(rendered[-1], wanted):
@@ -251,7 +256,7 @@ class ChatTemplate:
         if end:  # the space shows whether the template trims the message
             messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}{end} "}
         try:
-            rendered = str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            rendered = render(self._tokenizer, messages, **options)
         except Exception as error:  # templates are programs and may raise anything
             raise RequestError(f"messages: the chat template refuses them: {first_line(error)}") from error
         if not end:
