@@ -43,6 +43,7 @@ from specinfer.reporting.spread import Spread
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 TREE, PROMPT, LEVEL, CONTEXT = "tree", "prompt", "level", "context"
+INVARIANT = "batch-invariant"  # in names of arms
 _PROMPT_TOKENS = 512
 _LEVEL_NODES = (1, 4, 8)
 _CONTEXTS = (256, 4096)
@@ -67,6 +68,9 @@ class KernelsConfig:
     )
     quantizations: tuple[str, ...] = setting(
         (), MODEL, "Also measure int8, int4 or fp8 weights. May be repeated.", name="quantization"
+    )
+    batch_invariant: bool = setting(
+        False, MODEL, "Also measure passes in which each row is computed with one order of sums."
     )
     device: str = setting_of(EngineArgs, "device")
     rows: tuple[int, ...] = setting(
@@ -141,7 +145,7 @@ def run_kernels(config: KernelsConfig, progress: StageBar) -> Report[None]:
     if prepare is not None:  # the grown model has one dtype; loading converts it to the others
         models, _ = prepare(models, config.dtypes[0], device, progress.stage)
     progress.stage("loading")
-    subjects = [_Subject(*arm, models, device, config) for arm in find_arms(models, config)]
+    subjects = [_Subject(arm, models, device, config) for arm in find_arms(models, config)]
     target, bandwidth = subjects[0].target.loaded, Bandwidth(device)
     passes = list(subjects[0].passes)
     seconds: dict[str, dict[Pass, list[float]]] = {s.name: {timed: [] for timed in passes} for s in subjects}
@@ -235,27 +239,39 @@ def _report(
     return Report(lines, (trees, others, layers), environment=environment, numbers=numbers)
 
 
-def find_arms(models: Models, config: KernelsConfig) -> list[tuple[str, str | None]]:
-    """Return (dtype, quantization) of each arm: each dtype, then each quantization with the first dtype."""
+def find_arms(models: Models, config: KernelsConfig) -> list["KernelArm"]:
+    """Return the arms: each dtype, then each quantization with the first dtype, then all of them batch-invariant."""
     own = "bfloat16" if config.grow else str(load_config(models.target).dtype or "float32").removeprefix("torch.")
     wanted = [str(DTYPES[own if dtype == "auto" else dtype]).removeprefix("torch.") for dtype in config.dtypes]
     if len(set(wanted)) < len(wanted):
         raise ValueError(f"dtype: {', '.join(config.dtypes)} are {', '.join(wanted)}; name none twice")
     if len(set(config.quantizations)) < len(config.quantizations):
         raise ValueError(f"quantization: {', '.join(config.quantizations)} given; name none twice")
-    return [*((dtype, None) for dtype in wanted), *((wanted[0], name) for name in config.quantizations)]
+    arms = [KernelArm(dtype) for dtype in wanted] + [KernelArm(wanted[0], name) for name in config.quantizations]
+    return arms + [arm._replace(batch_invariant=True) for arm in arms if config.batch_invariant]
+
+
+class KernelArm(NamedTuple):
+    """How the models of an arm are loaded."""
+
+    dtype: str
+    quantization: str | None = None
+    batch_invariant: bool = False
+
+    @property
+    def name(self) -> str:
+        words = (self.dtype, self.quantization, INVARIANT if self.batch_invariant else None)
+        return " ".join(filter(None, words))
 
 
 class _Subject:
     """Loaded models of one arm, and the passes that can be timed."""
 
-    def __init__(
-        self, dtype: str, quantization: str | None, models: Models, device: torch.device, config: KernelsConfig
-    ) -> None:
-        self.name = dtype if quantization is None else f"{dtype} {quantization}"
+    def __init__(self, arm: KernelArm, models: Models, device: torch.device, config: KernelsConfig) -> None:
+        self.name, dtype, quantization = arm.name, DTYPES[arm.dtype], arm.quantization
         self.passes: dict[Pass, Callable[[], None]] = {}
         self._device, self._seed = device, config.seed
-        loaded = load_model(models.target, DTYPES[dtype], device, quantization)
+        loaded = load_model(models.target, dtype, device, quantization, batch_invariant=arm.batch_invariant)
         most = config.sizes[-1]
         if config.context + most > loaded.max_position:
             raise ValueError(
@@ -272,7 +288,7 @@ class _Subject:
         for context in contexts:
             self._add(Pass(CONTEXT, context), self.target, context)
         for folder in [Path(name) for name in models.drafters if name not in reserved_names()][:1]:
-            drafter = load_model(folder, DTYPES[dtype], device, quantization)
+            drafter = load_model(folder, dtype, device, quantization)
             context = min(config.context, drafter.max_position - max(_LEVEL_NODES))
             runner = _with_cache(drafter, context + max(_LEVEL_NODES))
             for size in _LEVEL_NODES:

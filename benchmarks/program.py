@@ -8,6 +8,7 @@ from benchmarks.adapters import ADAPTERS
 from benchmarks.comparisons import LATENCY, SERVE, THROUGHPUT
 from benchmarks.host import HOST
 from benchmarks.hybrid import HYBRID
+from benchmarks.identity import IDENTITY
 from benchmarks.kernels import KERNELS
 from benchmarks.loading import LOAD
 from benchmarks.offload import OFFLOAD
@@ -21,7 +22,7 @@ from specinfer.core.systems import load_openmp
 
 MEASUREMENTS = (
     LATENCY, THROUGHPUT, SERVE, KERNELS, HYBRID, OFFLOAD, SCHEDULE, PERPLEXITY, HOST, LOAD, SHIFT, ADAPTERS, SIMULATE,
-    PAPER,
+    PAPER, IDENTITY,
 )  # fmt: skip
 app = typer.Typer(
     name="benchmarks",

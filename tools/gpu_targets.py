@@ -4,12 +4,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Reports = Mapping[str, Any]  # name of a step -> what its command wrote
+Reports = Mapping[str, Any]  # name of a stage -> what its command wrote
 
 FLOOR = 1.15  # the target's pass over its floor, up to 64 nodes
+ARM = "batch-invariant"  # ends the names of arms whose passes are
 BESIDE = 25.0  # percent of a step that is not the target's pass
 GREEDY, SAMPLED, ASSISTED = 3.0, 2.3, 3.0  # over plain decoding, and over assisted generation, one request at a time
 OF_EIGHT, OF_MANY = 1.8, 0.98  # over plain decoding, eight requests together and up to 64
+INVARIANT = 1.1  # time of a pass of up to 64 rows with batch_invariant over that without
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +37,20 @@ class Target:
 
 
 def targets(reports: Reports) -> list[Target]:
-    """All of them, of the large target; those whose step was not run have seen nothing."""
+    """All of them, of the large target; those whose stage was not run have seen nothing."""
     greedy, sampled = reports.get("latency-large-greedy"), reports.get("latency-large-sampled")
-    together, peers = reports.get("throughput-large"), reports.get("peers-large")
+    together, peers = _together(reports), reports.get("peers-large")
+    compared, passes = reports.get("identity-large"), reports.get("passes-large")
     return [
         Target("target's pass over its floor, every tree", FLOOR, _worst_pass(greedy), is_limit=True),
         Target("draft, walk, commit, host: percent of a step", BESIDE, _beside(greedy), is_limit=True),
         Target("over plain decoding, greedy, alone", GREEDY, _get(greedy, "speedup")),
         Target("over plain decoding, sampled, alone", SAMPLED, _get(sampled, "speedup")),
-        Target("over plain decoding, 8 together", OF_EIGHT, _ratios(together).get(8)),
-        Target(
-            "over plain decoding, the least up to 64 together", OF_MANY, min(_ratios(together).values(), default=None)
-        ),
+        Target("over plain decoding, 8 together", OF_EIGHT, together.get(8)),
+        Target("over plain decoding, the least up to 64 together", OF_MANY, min(together.values(), default=None)),
         Target("over transformers' assisted generation", ASSISTED, _over_assisted(peers)),
+        Target("batch_invariant: tokens that differ", 0.0, _get(compared, "num_differing"), is_limit=True),
+        Target("batch_invariant: time of a pass, the most", INVARIANT, _most_invariant(passes), is_limit=True),
     ]
 
 
@@ -63,6 +66,22 @@ def _worst_pass(report: Any) -> float | None:
 
 def _beside(report: Any) -> float | None:
     return None if report is None else report["arms"][report["tree"]]["stages"].get("percent_beside_target")
+
+
+def _together(reports: Reports) -> dict[int, float]:
+    """Batch size -> speedup, of all that were measured."""
+    return _ratios(reports.get("throughput-more")) | _ratios(reports.get("throughput-large"))
+
+
+def invariant_ratios(report: Any) -> dict[int, float]:
+    """Rows of a pass -> time with `batch_invariant` over the time without."""
+    rows = [] if report is None else report["trees"]
+    times = {(row["arm"].endswith(ARM), row["rows"]): row["ms"] for row in rows}
+    return {size: ms / times[False, size] for (is_invariant, size), ms in times.items() if is_invariant}
+
+
+def _most_invariant(report: Any) -> float | None:
+    return max(invariant_ratios(report).values(), default=None)
 
 
 def _ratios(report: Any) -> dict[int, float]:
@@ -99,6 +118,12 @@ def _words(report: Any) -> Iterator[str]:
     elif "bandwidth_gb_per_s" in report:  # kernels
         for row in report["trees"]:
             yield f"{row['arm']}, {row['rows']} rows {row['ms']:.2f} ms"
+        if ratios := invariant_ratios(report):
+            yield "over the default " + ", ".join(f"{size}: {ratio:.2f}" for size, ratio in ratios.items())
+    elif "num_differing" in report:  # identity
+        yield f"{report['num_differing']} tokens differ"
+        for row in report["arms"]:
+            yield f"T {row['temperature']:g}, {row['batch_size']} together, {row['arm']}: {row['num_parted']} outputs"
     elif "speedup" in report:  # latency
         for name, arm in report["arms"].items():
             ratio = f" ({arm['speedup']:.2f})" if "speedup" in arm else ""

@@ -12,6 +12,7 @@ from specinfer.ops.kv_types import FLOAT8
 from specinfer.ops.quantized_weight import NEST, QuantizedWeight
 from specinfer.ops.routes import Routes
 from specinfer.ops.scan_order import ScanOrder
+from specinfer.ops.splits import divide
 from specinfer.ops.triton import few_rows
 from specinfer.ops.triton import product as products
 from specinfer.ops.triton.gate import gate
@@ -133,9 +134,9 @@ def _few_rows(rows: int) -> Callable[[], object]:
 
     def call() -> object:
         for outputs in (28672, 4096):  # in one part, and in several
-            division = few_rows.divide(rows, outputs, 4096, num_cores=132)
+            division = divide(rows, outputs, 4096, num_cores=132)
             few_rows.few_rows_product(x, weight[:outputs], bias[:outputs] if rows == 1 else None, division=division)
-        return few_rows.gated_product(x, weight, division=few_rows.divide(rows, 28672, 4096, num_cores=132))
+        return few_rows.gated_product(x, weight, division=divide(rows, 28672, 4096, num_cores=132))
 
     return call
 

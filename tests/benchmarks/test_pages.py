@@ -1,6 +1,7 @@
 """Each measurement, in small: what it runs, what it writes and shows, and what it refuses."""
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import hybrid, kernels
+from benchmarks import hybrid, identity, kernels
 from benchmarks.adapters import ADAPTED, AdaptersConfig, run_adapters
 from benchmarks.adapters import PLAIN as NO_ADAPTERS
 from benchmarks.attention import make_layout, time_attention
 from benchmarks.host import GREEDY, STAGES, HostConfig, run_host
 from benchmarks.hybrid import HybridConfig, run_hybrid
+from benchmarks.identity import Differing, IdentityConfig, mixed_prompts, run_identity
 from benchmarks.kernels import KernelsConfig, run_kernels
 from benchmarks.loading import LOADING, READING, THEIRS, LoadingConfig, run_loading
 from benchmarks.offload import OffloadConfig, run_offload
@@ -24,6 +26,7 @@ from benchmarks.shift import ShiftConfig, blocks_of, cut_text, other_domain, pro
 from quantized_files import save_quantized
 from reports import shown, written
 from specinfer.bench.ceilings import Bandwidth
+from specinfer.bench.models import find_models
 from specinfer.bench.options import PLAIN
 from specinfer.core.rules import RULES
 from specinfer.model.kv_tensors import LayerShape
@@ -140,6 +143,60 @@ def test_kernels_times_every_pass_of_every_arm(folders: tuple[str, str], tmp_pat
 def test_kernels_refuses_bad_input(changes: dict[str, Any], message: str, folders: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match=message):
         run_kernels(KernelsConfig(folders[0], folders[1:], device="cpu", **changes))
+
+
+def test_kernels_times_passes_of_one_order_of_sums_beside_the_usual_ones(folders: tuple[str, str]) -> None:
+    config = KernelsConfig(folders[0], ("ngram",), rows=(2,), context=8, repeats=1, device="cpu", batch_invariant=True)
+    report = run_kernels(config)
+    assert [(row["arm"], row["rows"]) for row in report.as_dict()["trees"]] == [
+        (arm, rows) for arm in ("float32", "float32 batch-invariant") for rows in (1, 2)
+    ]
+
+
+def test_identity_counts_the_tokens_that_differ(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """None do here; where an arm's third token is another, all from there on count."""
+    config = IdentityConfig(
+        *(folders[0], folders[1:]), trees=("2,1",), batch_sizes=(2,), prompts=PROMPTS, max_tokens=8, device="cpu",
+        batch_invariant=True,
+    )  # fmt: skip
+    report = run_identity(config)
+    numbers = report.as_dict()
+    assert numbers["num_differing"] == 0
+    assert numbers["batch_invariant"]
+    assert [(row["temperature"], row["batch_size"], row["arm"]) for row in numbers["arms"]] == [
+        (temperature, 2, arm) for temperature in (0.0, 1.0) for arm in (PLAIN, "2,1")
+    ]
+    assert {(row["num_outputs"], row["num_tokens"], row["num_parted"]) for row in numbers["arms"]} == {(3, 24, 0)}
+    assert "0 tokens differ" in shown(report)
+    measure = identity.measure_batch
+
+    def changed(session: Any, turn: Any, *args: Any, **options: Any) -> Any:
+        run = measure(session, turn, *args, **options)
+        return replace(run, outputs=tuple((*o[:2], o[2] + 1, *o[3:]) for o in run.outputs)) if len(turn[1]) > 1 else run
+
+    monkeypatch.setattr(identity, "measure_batch", changed)
+    rows = run_identity(replace(config, temperatures=(0.0,))).measured
+    assert {(row.num_parted, row.num_differing, row.earliest) for row in rows} == {(3, 3 * 6, 2)}
+
+
+def test_identity_compares_texts_and_chat_prompts(tmp_path: Path) -> None:
+    config = IdentityConfig("demo", num_prompts=60, batch_sizes=(8,), max_tokens=8)
+    prompts = mixed_prompts(find_models("demo", ("ngram",)).target, config)
+    assert len(prompts.token_ids) == 60
+    assert not prompts.kinds, "answers do not end early"
+    assert len({tuple(ids) for ids in prompts.token_ids}) == 60
+
+
+def test_an_output_of_another_length_differs_to_its_end() -> None:
+    counted = Differing.from_outputs(1.0, 8, "auto", [((1, 2, 3), (1, 2, 3)), ((1, 2, 3), (1, 2)), ((4, 5), (9, 5))])
+    assert (counted.num_outputs, counted.num_tokens) == (3, 7)
+    assert (counted.num_parted, counted.num_differing, counted.earliest) == (2, 1 + 2, 0)
+
+
+@pytest.mark.parametrize(("temperatures", "message"), [((), "none given"), ((-1.0,), "temperature")])
+def test_identity_refuses_bad_temperatures(temperatures: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        IdentityConfig(temperatures=temperatures)
 
 
 def test_attention_of_one_layer() -> None:

@@ -19,6 +19,7 @@ from specinfer.ops.quantization import dequantize
 from specinfer.ops.quantized_linear import QuantizedLinear
 from specinfer.ops.quantized_weight import NEST, QuantizedWeight
 from specinfer.ops.routes import Routes
+from specinfer.ops.splits import Division, divide
 
 pytest.importorskip("triton")
 import interpreter as interpreter
@@ -186,7 +187,7 @@ def test_gates(tokens: int, width: int, dtype: torch.dtype, seed: int) -> None:
 def test_products_of_few_rows(tokens: int, parts: int, dtype: torch.dtype) -> None:
     rows, weight, bias = _random((tokens, 2048), 0, dtype), _random((64, 2048), 1, dtype), _random((64,), 2, dtype)
     for added in (None, bias):
-        found = few_rows.few_rows_product(rows, weight, added, division=few_rows.Division(64, 128, 4, parts))
+        found = few_rows.few_rows_product(rows, weight, added, division=Division(64, 128, 4, parts))
         assert found.shape == ((tokens, 64) if parts == 1 else (parts, tokens, 64))
         assert found.dtype == (dtype if parts == 1 else torch.float32)
         exact = layers.few_rows_product(rows.double(), weight.double(), None if added is None else added.double())
@@ -212,7 +213,7 @@ def test_products_of_few_rows_give_every_multiprocessor_work() -> None:
         (1, (6144, 4096), 4), (1, (4096, 4096), 4), (32, (28672, 4096), 1), (32, (4096, 14336), 4),
         (33, (6144, 4096), 2), (64, (4096, 14336), 2), (64, (64, 128), 1), (1, (64, 1024), 2), (1, (128, 8192), 8),
     ):  # fmt: skip
-        division = few_rows.divide(num_rows, *shape, num_cores=hopper)
+        division = divide(num_rows, *shape, num_cores=hopper)
         assert division.parts == parts
         held = division.stages * division.step * 2 * (division.rows + 64)
         assert held <= (113 if shape[0] > 64 * hopper or num_rows <= 32 else 227) * 1024

@@ -22,7 +22,7 @@ from specinfer.policy.offload_choice import BYTES_PER_WEIGHT
 
 # 10 layers of 9,000 weights and a head of 10,000: 100,000 weights, of 2 bytes each.
 SHAPE = TargetShape(10, 100, 4, 2, 9000, 2 * 100 * 50, 10_000, 2.0)
-DEVICE = Accelerator("a GPU", bandwidth=1e6, flops=1e7, memory=1e6)
+DEVICE = Accelerator("a GPU", bandwidth=1e6, flops=1e7, memory=1e6, num_cores=4)
 EXACT = StepDesign(layer_kernel_seconds=1e-3, kernel_seconds=1e-3, read_share=1.0, compute_share=1.0)
 RATES = (0.7, 0.1, 0.05)
 
@@ -192,6 +192,27 @@ def test_the_command_fits_80_columns_and_writes_json(tmp_path: Path, monkeypatch
     numbers = json.loads(file.read_text())
     assert not numbers["is_measured"]
     assert not numbers["choices"][-1]["fits"]
+
+
+def test_the_command_says_what_batch_invariance_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one line, with the times of the tables; those without it are the same as before."""
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "plan.json"
+    words = ["plan", "demo", "--device", "h200", "--grow", "7b", "--acceptance", "0.7,0.1", "--json", str(file)]
+    results, numbers = [], []
+    for more in ([], ["--batch-invariant"]):
+        result = CliRunner().invoke(app, [*words, *more])
+        assert result.exit_code == 0, result.output
+        results.append(" ".join(result.output.split()))
+        numbers.append(json.loads(file.read_text()))
+    assert "batch_invariant" not in results[0]
+    ratios = numbers[1]["batch_invariant_pass_ratios"]
+    assert list(ratios) == ["1", "8", "32", "64"]
+    said = ", ".join(f"{ratio:.2f} with {rows}" for rows, ratio in ratios.items())
+    assert f"batch_invariant: a pass takes {said} rows, over the time without it" in results[1]
+    plain, invariant = (each["choices"][0]["pass_ms"] for each in numbers)
+    assert invariant / plain == pytest.approx(ratios["1"])
+    assert 1.0 < ratios["1"] < ratios["64"] < 1.3
 
 
 @pytest.mark.parametrize(

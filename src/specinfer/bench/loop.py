@@ -210,6 +210,7 @@ def load(config: CompareConfig, models: Models, dtype: str, prompts: PromptSet) 
         select=config.select,
         verification=config.verification,
         speculation_policy=config.speculation_policy,
+        batch_invariant=config.batch_invariant,
         device=config.device,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,

@@ -99,6 +99,7 @@ class CompareConfig:
     select: str = setting_of(EngineArgs, "select")
     verification: VerificationRule = setting_of(EngineArgs, "verification")
     speculation_policy: str | Path | None = setting_of(EngineArgs, "speculation_policy")
+    batch_invariant: bool = setting_of(EngineArgs, "batch_invariant")
     device: str = setting_of(EngineArgs, "device")
     tensor_parallel_size: int = setting_of(EngineArgs, "tensor_parallel_size")
     pipeline_parallel_size: int = setting_of(EngineArgs, "pipeline_parallel_size")

@@ -17,6 +17,7 @@ from specinfer.core.lookups import SelfKind
 from specinfer.drafters.sparse_context import num_kept
 from specinfer.model.graphs.sizes import max_rows
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
+from specinfer.planning.invariance_costs import InvarianceCosts
 from specinfer.planning.options import Accelerator
 from specinfer.planning.target_shape import TargetShape
 from specinfer.policy.cost_model import CostModel
@@ -40,6 +41,7 @@ class StepDesign:
         kernel_seconds: The same of all other kernels, and without dependent launches.
         weight_bytes: Bytes of a weight of the target, or None for those of its dtype.
         kv_bytes: Bytes of a number in the KV cache.
+        batch_invariant: Whether the target's passes have one order of sums.
     """
 
     layer_kernels: int = 10
@@ -52,6 +54,7 @@ class StepDesign:
     kv_bytes: float = 2.0
     read_share: float = 0.88
     compute_share: float = 0.6
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ class StepCosts:
     def of_batch(self, num_requests: int) -> CostModel:
         """Return the costs of a step with this many requests."""
         design = self.design
-        target = Curve(_SIZES, self._pass(self.target, num_requests, self.context, design.weight_bytes))
+        in_order = self._invariance() if design.batch_invariant else None
+        target = Curve(_SIZES, self._pass(self.target, num_requests, self.context, design.weight_bytes, in_order))
         levels = np.full(len(_SIZES), design.level_kernels * design.kernel_seconds)
         if self.drafter is not None:
             seen = num_kept(self.context) if self.copy is not None and self.copy.is_sparse else self.context
@@ -102,14 +106,43 @@ class StepCosts:
         )
         return weights + cache < self.device.memory
 
-    def _pass(self, shape: TargetShape, num_requests: int, context: int, weight_bytes: float | None = None) -> Floats:
-        """Return the seconds of passes over `_SIZES` rows, [sizes]."""
+    def _invariance(self) -> InvarianceCosts:
+        design = self.design
+        soon = design.layer_kernel_seconds if self.device.has_dependent_launches else design.kernel_seconds
+        rate = self.device.bandwidth * design.read_share
+        return InvarianceCosts(self.device, self.target, rate, self._flops, (soon, design.kernel_seconds))
+
+    def invariance_ratios(self, rows: Sequence[int]) -> list[float]:
+        """Return the time of passes of one request with `batch_invariant` over the time without, by rows."""
+        passes = [
+            replace(self, design=replace(self.design, batch_invariant=one)).of_batch(1).target for one in (True, False)
+        ]
+        return [float(passes[0](size) / passes[1](size)) for size in rows]
+
+    def _pass(
+        self,
+        shape: TargetShape,
+        num_requests: int,
+        context: int,
+        weight_bytes: float | None = None,
+        in_order: InvarianceCosts | None = None,
+    ) -> Floats:
+        """Return the seconds of passes over `_SIZES` rows, [sizes].
+
+        Args:
+            in_order: What one order of sums costs, or None for sums in any order.
+        """
         device, design = self.device, self.design
         rate = device.bandwidth * design.read_share
         reading = weights_of(shape) * (weight_bytes or shape.bytes_per_parameter) / rate
-        computing = 2 * weights_of(shape) * np.asarray(_SIZES, dtype=np.float64) / self._flops
+        rows = np.asarray(_SIZES, dtype=np.float64)
+        computed = rows if in_order is None else in_order.padded(rows)
+        computing = 2 * weights_of(shape) * computed / self._flops
         # Of recurrences a state is read and one is written; what they have stored of earlier tokens is not read.
         cache = num_requests * (self._context_bytes(shape, context) + 2 * shape.state_bytes) / rate
+        if in_order is not None:
+            adding = in_order.adding(rows) + in_order.attention(rows, num_requests, context, cache)
+            return np.maximum(reading, computing) + adding + in_order.launches()
         each = design.layer_kernel_seconds if device.has_dependent_launches else design.kernel_seconds
         return np.maximum(reading, computing) + cache + shape.num_layers * design.layer_kernels * each
 

@@ -29,6 +29,7 @@ from specinfer.reporting.report import Report, Table, Value, reported
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHAINS = (3, 5)  # lengths of the chains that are shown next to the trees
 _GPU = torch.device("cuda")
+_ROWS = (1, 8, 32, 64)  # of passes whose time with `batch_invariant` is compared
 _COMPARED = (1, 8, 32)  # numbers of requests at which changes of the step are compared
 
 
@@ -58,6 +59,7 @@ class DevicePlan:
 
     Attributes:
         changes: Tokens per second at each of some batch sizes over those of the present step, by what is changed.
+        invariance: Time of a pass with `batch_invariant` over the time without, by its rows; empty without that.
     """
 
     choices: tuple[DeviceChoice, ...]
@@ -67,6 +69,7 @@ class DevicePlan:
     drafter: TargetShape | None
     drafter_name: str | None
     config: PlanConfig
+    invariance: Mapping[int, float]
 
     def as_dict(self) -> dict[str, object]:
         """Return the numbers of the report, ready for JSON."""
@@ -82,7 +85,7 @@ class DevicePlan:
             "changes": changes,
             "acceptance_by_rank": list(self.by_rank),
             "is_measured": False,
-        }
+        } | ({"batch_invariant_pass_ratios": dict(self.invariance)} if self.invariance else {})
 
 
 @reported
@@ -102,11 +105,12 @@ def plan_device(config: PlanConfig, progress: StageBar) -> DevicePlan:
         RuntimeError: A request failed.
     """
     models = find_models(config.model, config.drafters)
-    present = StepDesign(kv_bytes=1.0 if config.kv_cache_dtype.startswith("fp8") else 2.0)
+    kv_bytes = 1.0 if config.kv_cache_dtype.startswith("fp8") else 2.0
+    present = StepDesign(kv_bytes=kv_bytes, batch_invariant=config.batch_invariant)
     target, drafter, name = _shapes(config, models)
     copy = SELF_DRAFTERS.get(name or "")
     costs = StepCosts(ACCELERATORS[config.device], target, drafter, config.context, present, copy)
-    acceptance = find_acceptance(replace(config, device="auto", grow=None), models, progress)
+    acceptance = find_acceptance(replace(config, device="auto", grow=None, batch_invariant=False), models, progress)
     choices = tuple(_predict(costs, acceptance, size) for size in _BATCHES)
     rates = {
         name: np.array(
@@ -117,7 +121,8 @@ def plan_device(config: PlanConfig, progress: StageBar) -> DevicePlan:
     built = next(iter(rates.values()))
     changes = {name: tuple((found / built).tolist()) for name, found in rates.items()}
     by_rank = tuple(acceptance.by_rank().tolist())
-    return DevicePlan(choices, changes, by_rank, target, drafter, name, config)
+    invariance = dict(zip(_ROWS, costs.invariance_ratios(_ROWS), strict=True)) if config.batch_invariant else {}
+    return DevicePlan(choices, changes, by_rank, target, drafter, name, config, invariance)
 
 
 def _shapes(config: PlanConfig, models: Models) -> tuple[TargetShape, TargetShape | None, str | None]:
@@ -218,6 +223,9 @@ def device_page(plan: DevicePlan) -> Report[DevicePlan]:
         "",
         acceptance_line(plan.by_rank, "measured here" if config.acceptance is None else "assumed"),
     ]
+    if plan.invariance:
+        ratios = ", ".join(f"{ratio:.2f} with {size}" for size, ratio in plan.invariance.items())
+        lines.append(f"batch_invariant: a pass takes {ratios} rows, over the time without it")
     values = (
         Value[DeviceChoice]("batch", lambda row: row.choice.num_requests),
         Value[DeviceChoice]("pass", lambda row: row.pass_ms, "{:.2f}"),

@@ -27,6 +27,7 @@ class Accelerator:
         bandwidth: Bytes of memory per second.
         flops: Dense bfloat16 operations per second.
         memory: Bytes.
+        num_cores: Multiprocessors.
         has_dependent_launches: Whether a kernel can launch during the one before (compute capability 9.0 and higher).
     """
 
@@ -34,15 +35,16 @@ class Accelerator:
     bandwidth: float
     flops: float
     memory: float
+    num_cores: int
     has_dependent_launches: bool = True
 
 
 ACCELERATORS = {
-    "a100": Accelerator("NVIDIA A100 SXM 80 GB", 2.04e12, 312e12, 80e9, has_dependent_launches=False),
-    "h100": Accelerator("NVIDIA H100 SXM", 3.35e12, 989e12, 80e9),
-    "h200": Accelerator("NVIDIA H200 SXM", 4.8e12, 989e12, 141e9),
-    "4090": Accelerator("NVIDIA GeForce RTX 4090", 1.01e12, 165e12, 24e9, has_dependent_launches=False),
-    "5090": Accelerator("NVIDIA GeForce RTX 5090", 1.79e12, 210e12, 32e9),
+    "a100": Accelerator("NVIDIA A100 SXM 80 GB", 2.04e12, 312e12, 80e9, 108, has_dependent_launches=False),
+    "h100": Accelerator("NVIDIA H100 SXM", 3.35e12, 989e12, 80e9, 132),
+    "h200": Accelerator("NVIDIA H200 SXM", 4.8e12, 989e12, 141e9, 132),
+    "4090": Accelerator("NVIDIA GeForce RTX 4090", 1.01e12, 165e12, 24e9, 128, has_dependent_launches=False),
+    "5090": Accelerator("NVIDIA GeForce RTX 5090", 1.79e12, 210e12, 32e9, 170),
 }
 
 
@@ -80,6 +82,7 @@ class PlanConfig:
     drafter_token_map: int | str | Path = setting_of(EngineArgs, "drafter_token_map")
     drafter_window: str = setting_of(EngineArgs, "drafter_window")
     kv_cache_dtype: KVCacheDType = setting_of(EngineArgs, "kv_cache_dtype")
+    batch_invariant: bool = setting_of(EngineArgs, "batch_invariant")
     device: str = setting(
         "auto",
         "Model",

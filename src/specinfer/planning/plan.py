@@ -114,6 +114,7 @@ def _survey(config: PlanConfig, models: Models, progress: StageBar) -> Iterator[
         drafters=models.drafters,
         tree="1",
         **load_options_of(config, config.dtype),
+        batch_invariant=config.batch_invariant,
         device=config.device,
         offload=config.offload,
         memory_budget=config.memory_budget,

@@ -7,32 +7,20 @@ one program, which returns their product.
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specinfer.ops.splits import INPUTS, MOST_FEW, OUTPUTS, Division, divide
 from specinfer.ops.triton.blocks import device_of
 from specinfer.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from specinfer.ops.triton.gate import silu_times
 
-MAX_ROWS = 64
+MAX_ROWS = MOST_FEW
 COMPUTE_CAPABILITY_MAJOR = 9  # Hopper; elsewhere it has not been measured
-_OUTPUTS = tl.constexpr(64)  # of a program
-_INPUTS = 128  # that all sizes of layers are a multiple of
-_MAX_PARTS = 8
-_LEAST_STEPS = 4  # of a part
-
-
-class Division(NamedTuple):
-    """The division of a product's work, which depends only on shapes and the device."""
-
-    rows: int  # padded to a block
-    step: int  # inputs
-    stages: int
-    parts: int  # of the inputs
+_OUTPUTS = tl.constexpr(OUTPUTS)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_steps", "steps_each"])
@@ -78,7 +66,7 @@ def fits(rows: Tensor, weight: Tensor) -> bool:
         len(rows) <= MAX_ROWS
         and rows.dtype == weight.dtype
         and rows.dtype.itemsize == 2
-        and weight.shape[1] % _INPUTS == 0
+        and weight.shape[1] % INPUTS == 0
         and weight.shape[0] % _OUTPUTS.value == 0
         and rows.is_contiguous()
         and weight.is_contiguous()
@@ -89,22 +77,6 @@ def fits(rows: Tensor, weight: Tensor) -> bool:
 @cache
 def _is_measured(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == COMPUTE_CAPABILITY_MAJOR
-
-
-def divide(num_rows: int, outputs: int, inputs: int, num_cores: int) -> Division:
-    """Divide a product: two programs per multiprocessor, or one with more than 32 rows, whose steps are larger.
-
-    Args:
-        outputs: Rows of the weight.
-    """
-    blocks, parts, is_small = outputs // _OUTPUTS.value, 1, num_rows <= 32
-    wanted = 0.95 * num_cores * (2 if is_small else 1)
-    while parts < _MAX_PARTS and blocks * parts < wanted and inputs // _INPUTS >= 2 * parts * _LEAST_STEPS:
-        parts *= 2
-    padded = max(int(triton.next_power_of_2(num_rows)), 16)
-    if is_small or blocks * parts <= num_cores:
-        return Division(padded, 128, 4, parts)
-    return Division(padded, 64, 5, parts)
 
 
 def few_rows_product(
