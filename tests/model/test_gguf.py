@@ -23,7 +23,9 @@ from specinfer.model.gguf.tokenizer_writing import tokenizer_metadata
 from specinfer.model.gguf.weights import read_tensor
 from specinfer.model.gguf.writing import write_gguf
 from specinfer.model.load import load_model
+from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.shards import Shards
+from specinfer.model.shard_definition import open_checkpoint
 from tests.model.gguf_files import CHAT_TEMPLATE, random_blocks, write_model, write_parts
 from tests.model.gguf_files import tokenizer_metadata as tiny_metadata
 from tiny import make_tokenizer, save_model
@@ -156,6 +158,17 @@ def test_a_file_is_a_drafter_and_may_be_quantized_and_split_off_to_disk(tmp_path
     copied = {"offload_folder": str(tmp_path / "copy"), "memory_budget": "2GiB"}
     streamed = LLM(path, dtype="float32", drafters=[], offload="disk", **copied)
     assert streamed.generate(["the other one"], GREEDY)[0].outputs[0].token_ids == plain
+
+
+def test_codes_outside_of_layers_need_no_more_memory_than_the_codes(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", kind="Q4_0", hidden_size=256, intermediate_size=256, vocab_size=4096)
+    sizes = {}
+    for native in (True, False):  # without native kernels the codes are decoded
+        folder = find_folder(tmp_path / "m.gguf")
+        job = LoadConfig(folder, load_config(folder), "auto", torch.device("cpu"), native=native)
+        with open_checkpoint(job) as checkpoint:
+            sizes[native] = checkpoint.least_bytes()
+    assert sizes[False] - sizes[True] > 2**20
 
 
 def test_a_file_is_counted_and_cut_into_a_drafter_to_be_tuned(file: Path) -> None:

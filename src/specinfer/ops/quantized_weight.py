@@ -38,6 +38,11 @@ class QuantizedWeight:
         """True if a byte has two codes of 4 bits, the first in the lower half."""
         return self.codes.shape[1] < self.scales.shape[1] * self.group_size
 
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.codes, self.scales, self.added, self.nest, self.levels, self.zeros, self.inputs)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
     def packed(self) -> "QuantizedWeight":
         """Return the same weights with two codes of 4 bits in a byte."""
         if self.bits != 4 or self.is_packed:

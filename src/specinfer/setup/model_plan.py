@@ -14,9 +14,11 @@ from specinfer.drafters.loading import reads_target
 from specinfer.drafters.remote.placement import DrafterPlacement, place_drafters
 from specinfer.engine_args import EngineArgs
 from specinfer.model.definition import import_models, load_config
-from specinfer.model.device import find_device, prompt_tokens
+from specinfer.model.device import DTYPES, find_device, prompt_tokens
+from specinfer.model.load_config import LoadConfig
 from specinfer.model.offload.budget import Budget, check_budget, usual_budget
 from specinfer.model.recurrent.layers import has_recurrent_layers
+from specinfer.model.shard_definition import open_checkpoint
 from specinfer.model.sharding.shard import check_sizes
 from specinfer.model.target import TargetConfig
 from specinfer.policy.offload_choice import usual_copy
@@ -109,5 +111,8 @@ def _with_budget(settings: TargetConfig, drafters: Sequence[str]) -> TargetConfi
         offload = replace(offload, memory_budget=usual_budget(place))
     sizes = limits.max_num_batched_tokens, limits.max_num_seqs, limits.kv_cache_memory_bytes
     import_models()
-    check_budget(Budget(offload.budget_bytes, place), Path(settings.folder), drafters, *sizes)
+    folder, dtype = Path(settings.folder), DTYPES[settings.dtype]
+    job = LoadConfig(folder, load_config(folder), dtype, place, settings.quantization, offload=offload)
+    with open_checkpoint(job) as checkpoint:
+        check_budget(Budget(offload.budget_bytes, place), checkpoint, drafters, *sizes)
     return replace(settings, offload=offload)

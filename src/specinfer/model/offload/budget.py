@@ -218,7 +218,7 @@ def _field(path: Path, name: str) -> int:
 
 def check_budget(
     budget: Budget,
-    folder: Path,
+    checkpoint: Checkpoint,
     drafters: Iterable[str],
     num_known: int,
     num_requests: int,
@@ -235,19 +235,14 @@ def check_budget(
         cache_bytes: Bytes that the caller gives to the caches, or None for their usual share.
 
     Raises:
-        ModelError: The weights cannot be used.
         ValueError: The budget is too small.
     """
-    checkpoint = Checkpoint(folder)
-    try:
-        loading = checkpoint.least_bytes()
-        sources = checkpoint.shards.sources
-        outside = [one for name, one in sources.items() if layer_number(name) is None]
-        inside = [one for name, one in sources.items() if layer_number(name) is not None]
-        widest = max((size for one in inside for size in one.shape), default=1)
-        vocab = max((one.shape[0] for one in outside if len(one.shape) > 1), default=1)
-    finally:
-        checkpoint.close()
+    loading = checkpoint.least_bytes()
+    sources = checkpoint.shards.sources
+    outside = [one for name, one in sources.items() if layer_number(name) is None]
+    inside = [one for name, one in sources.items() if layer_number(name) is not None]
+    widest = max((size for one in inside for size in one.shape), default=1)
+    vocab = max((one.shape[0] for one in outside if len(one.shape) > 1), default=1)
     used = used_bytes(budget.device)
     if used + loading + (cache_bytes or 0) <= budget.num_bytes:
         return

@@ -168,11 +168,14 @@ class Checkpoint:
     def least_bytes(self) -> int:
         """Return the bytes that loading takes.
 
-        They are: the weights outside of layers twice, as read and as packed, two layers, and a little more.
+        They are: the weights outside of layers twice, as read and as packed, two layers, and a little more. Codes of
+        layers count as the numbers that they stand for, because one pass at load decodes them.
         """
         sizes: dict[int | None, int] = defaultdict(int)
         for name, source in self.shards.sources.items():
-            sizes[layer_number(name)] += source.num_bytes
+            layer = layer_number(name)
+            stays_coded = layer is None and name in self._coded
+            sizes[layer] += self._outline(name)[1].num_bytes if stays_coded else source.num_bytes
         outside = sizes.pop(None, 0)
         return 2 * (outside + max(sizes.values(), default=0)) + _AROUND
 
