@@ -14,7 +14,7 @@ from specinfer.bench import acceptance
 from specinfer.bench.acceptance import next_token_ranks, run_acceptance
 from specinfer.bench.acceptance_drafters import describe, disturbed_copies
 from specinfer.bench.acceptance_options import PARTS, AcceptanceConfig
-from specinfer.bench.acceptance_plans import shapes
+from specinfer.bench.acceptance_plans import PLANS, shapes
 from specinfer.bench.acceptance_report import SAME_TIME, Counted, Counts, HitRates, Setup, jackknife, ratios
 from specinfer.bench.acceptance_time import fitting_trees
 from specinfer.cli.app import app
@@ -80,6 +80,16 @@ def test_trees_that_are_compared_have_the_same_number_of_nodes(report: Report[Co
         assert all(num_nodes - 4 < size <= num_nodes for size in sizes.values()), sizes
     assert shapes(32)["paper"] == "1,1,5,1,1,1,1,1"  # the paper's own
     assert shapes(32)["wide"] == "4,1,1,1,1,1,1,1"
+
+
+def test_rules_are_compared_on_the_trees_that_are_given(folders: tuple[str, str]) -> None:
+    rules = PLANS["rules"](make_config(folders, parts=("rules",), trees=("<1,1,3>", "best-first:6:2")), folders[1:])
+    assert [group for group, *_ in rules if not group.endswith("1")] == ["temperature 0"]
+    for _, _, cells in rules:
+        assert {name: setup.tree for name, setup in cells.items()} == {
+            "<1,1,3>": "<1,1,3>",
+            "best-first:6:2": "best-first:6:2",
+        }
 
 
 def test_errors_are_those_of_a_mean_where_the_estimate_is_one() -> None:
@@ -207,6 +217,9 @@ def test_what_is_written_and_shown(folders: tuple[str, str], report: Report[Coun
         ({"nodes": (-1,)}, "nodes must be"),
         ({"nodes": (1_000_000,)}, "nodes must be"),
         ({"nodes": (8, 8)}, "nodes: 8, 8 given"),
+        ({"trees": ("auto",)}, "trees: 'auto' has no fixed number of nodes"),
+        ({"trees": ("1,1", "1,1")}, "trees: 1,1, 1,1 given"),
+        ({"trees": ("1,1",), "parts": ("table2",)}, "trees: only the rules part takes trees"),
         ({"num_prompts": -3}, "num_prompts must be"),
         ({"max_tokens": 1}, "max_tokens must be"),
         ({"temperatures": (-1.0,)}, "temperature must be"),

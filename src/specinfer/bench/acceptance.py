@@ -29,7 +29,7 @@ from specinfer.bench.prompts import find_prompts
 from specinfer.core.config import SpeculativeConfig
 from specinfer.core.lookups import LOOKUPS
 from specinfer.core.tree import expansion_nodes
-from specinfer.core.tree_shape import BEST_FIRST
+from specinfer.core.tree_shape import BEST_FIRST, parse_tree
 from specinfer.demo.chat_model import CHAT, CODE
 from specinfer.demo.pair import chat_drafter_folder, demo_folders
 from specinfer.drafters.feature_drafter import HeadRunner
@@ -109,7 +109,8 @@ def _all_drafters(config: AcceptanceConfig, models: Models) -> Iterator[dict[str
 
 
 def _load(config: AcceptanceConfig, models: Models, drafters: dict[str, str], longest: int) -> LLM:
-    most = max(most_nodes(config), expansion_nodes(paper_widths(TOP)))
+    given = (parse_tree(tree).max_nodes for tree in config.trees)
+    most = max(most_nodes(config), expansion_nodes(paper_widths(TOP)), *given)
     return LLM(
         models.target,
         drafters=tuple(drafters),

@@ -15,7 +15,7 @@ from specinfer.bench.options import (
 from specinfer.core.config import check_device, check_verification
 from specinfer.core.options import check_settings, setting, setting_of
 from specinfer.core.sampling import SamplingParams
-from specinfer.core.tree_shape import MAX_TREE_NODES
+from specinfer.core.tree_shape import MAX_TREE_NODES, parse_tree
 from specinfer.demo.chat_model import CHAT
 from specinfer.engine_args import EngineArgs
 from specinfer.inputs.chat.samples import KINDS, named_kinds
@@ -58,6 +58,12 @@ class AcceptanceConfig:
     nodes: tuple[int, ...] = setting(
         (32,), _SPECULATION, "Number of nodes of the trees to compare. May be repeated. (default: 32)"
     )
+    trees: tuple[str, ...] = setting(
+        (),
+        _SPECULATION,
+        "Tree of the rules part, such as 1,1,3,1 or best-first:24:6. May be repeated. (default: four of --nodes nodes)",
+        name="tree",
+    )
     verification: str | None = setting(
         None, _SPECULATION, "Verification rule. (default: multi-step for table2, coupled for drafters)"
     )
@@ -84,6 +90,7 @@ class AcceptanceConfig:
         for name in ("parts", "temperatures"):
             check_once(name, getattr(self, name))
         check_distinct("nodes", self.nodes, MAX_TREE_NODES)
+        self._check_trees()
         if self.verification is not None:
             check_verification(self.verification)
         check_device(self.device)
@@ -91,6 +98,16 @@ class AcceptanceConfig:
         check_kinds(self.kinds, self.prompts)
         for temperature in self.temperatures:
             self.sampling_params(0, temperature)
+
+    def _check_trees(self) -> None:
+        if not self.trees:
+            return
+        check_once("trees", self.trees)
+        if "rules" not in self.parts:
+            raise ValueError("trees: only the rules part takes trees; add it to the parts, or leave trees out")
+        for tree in self.trees:
+            if not parse_tree(tree).max_nodes:
+                raise ValueError(f'trees: {tree!r} has no fixed number of nodes; use "1,1,3,1" or "best-first:32"')
 
     @property
     def asked_kinds(self) -> tuple[str, ...]:

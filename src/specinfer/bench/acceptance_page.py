@@ -14,7 +14,7 @@ from specinfer.reporting.tables import millions
 _TITLES = {
     "table2": "Table 2: tokens per pass, by width of the third level",
     "table3": "Table 3: naive and multi-step sampling, trees of one shape",
-    "rules": "Rules and trees of the same number of nodes: tokens per pass",
+    "rules": "Rules and trees: tokens per pass",
     "drafters": "One drafter and several, the same number of nodes: tokens per pass",
     SAME_TIME: "One drafter and several, the same time for a step: tokens per pass, nodes:depth",
 }

@@ -93,18 +93,20 @@ def _naive_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
 
 
 def _rules_plan(config: AcceptanceConfig, drafters: tuple[str, ...]) -> Plan:
-    """Return the setups of the rules part: every rule on trees of the same number of nodes."""
+    """Return the setups of the rules part: every rule on the given trees, or on trees of the same number of nodes."""
+    given = {tree: tree for tree in config.trees}
+    compared = {"": given} if given else {f", {count} nodes": shapes(count) for count in config.nodes}
     return [
         (
-            f"temperature {temperature:g}, {num_nodes} nodes",
+            f"temperature {temperature:g}{title}",
             "any rule" if temperature == 0 else f"{rule}, {drawing}",
             {
                 shape: Setup(drafters[:1], *_rule_for(temperature, rule, drawing), tree, temperature)
-                for shape, tree in shapes(num_nodes).items()
+                for shape, tree in trees.items()
             },
         )
         for temperature in config.temperatures
-        for num_nodes in config.nodes
+        for title, trees in compared.items()
         for rule, drawing in (RULES[:1] if temperature == 0 else RULES)
     ]
 
