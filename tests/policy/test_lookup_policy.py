@@ -152,7 +152,7 @@ def test_auto_asks_lookups_alone_where_no_model_pays_but_not_before_the_first_to
     before = policy.acceptance.by_rank().tolist()
     policy.observe(make_record(num_rows=2, num_model_levels=0), [])
     assert policy.acceptance.by_rank().tolist() == before
-    assert str(policy.reason(later_span.request)).startswith("auto: only suffix drafts, drafting")
+    assert str(policy.reason(later_span.request)).startswith("auto: no model drafts in most passes, drafting")
     assert AutoPolicy(make_costs(draft_level=5.0)).budgets([make_span()]) == [OFF], "a lookup that is alone has costs"
 
 

@@ -312,11 +312,8 @@ class AutoPolicy(SpeculationPolicy):
             names = ", ".join(sorted(self._lookups.names))
             return f"auto: plain decoding, drafts of {names} save no time here" if self._lookups.is_resting else None
         if not self._budget.max_nodes:
-            does = (
-                "plain decoding"
-                if self._lookups.is_resting
-                else f"only {', '.join(sorted(self._lookups.names))} drafts"
-            )
+            # The request had model drafts if they paid in its first passes.
+            does = "plain decoding" if self._lookups.is_resting else "no model drafts in most passes"
             return f"auto: {does}, {self.rank_choice.why_plain(num_requests)}"
         if request.drafting.is_read or request.num_output == 1:
             return None
