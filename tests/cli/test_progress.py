@@ -14,6 +14,7 @@ from specinfer.async_llm import AsyncLLM
 from specinfer.cli import loading
 from specinfer.cli.loading import FirstToken, LoadingLog, loading_bar
 from specinfer.cli.screen import Screen
+from specinfer.core.progress import begin
 from specinfer.engine.tally import Tally
 from specinfer.model import target
 from specinfer.policy import cost_measurement
@@ -73,7 +74,7 @@ def test_a_bar_shows_what_is_read(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_log_has_a_line_now_and_then(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(loading.time, "monotonic", lambda: now[0])
-    log = LoadingLog(logging.getLogger("specinfer"))
+    log = LoadingLog(logging.getLogger("specinfer").info)
     with caplog.at_level(logging.INFO, "specinfer"):
         for second in range(41):
             now[0] = float(second)
@@ -83,8 +84,21 @@ def test_a_log_has_a_line_now_and_then(caplog: pytest.LogCaptureFixture, monkeyp
     ]
 
 
+def test_each_slow_stage_of_loading_has_a_line_off_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(loading.time, "monotonic", lambda: now[0])
+    with loading_bar(Console(stderr=True), "loading m ...") as progress:
+        for name, seconds in (("importing PyTorch", 2.5), ("reading the target", 0.25), ("measuring costs", 3.0)):
+            begin(progress, name)
+            now[0] += seconds
+    err = capsys.readouterr().err
+    assert err.splitlines() == ["specinfer: importing PyTorch: 2.5 s", "specinfer: measuring costs: 3.0 s"]
+
+
 def test_captured_sizes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    log = LoadingLog(logging.getLogger("specinfer"))
+    log = LoadingLog(logging.getLogger("specinfer").info)
     with caplog.at_level(logging.INFO, "specinfer"):
         for done in range(4):
             log("capturing passes of m", done, 3)

@@ -1,10 +1,9 @@
 """Progress of loading a model, and of a slow model that reads a prompt."""
 
-import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress_bar import ProgressBar
@@ -18,11 +17,16 @@ if TYPE_CHECKING:
 
 _BAR_WIDTH = 30
 _LOG_SECONDS = 10.0  # time between log lines
+_LONG = 1.0  # seconds of a stage that has a line of its own
 
 
 @contextmanager
 def loading_bar(console: Console, what: str) -> Iterator[ProgressCallback]:
-    """Show a status line on a terminal, and a progress bar once bytes are reported."""
+    """Show a status line on a terminal, and a bar once bytes are reported; elsewhere a line for each slow stage."""
+    if not console.is_terminal:
+        with LoadingLog(lambda line: console.print(Text(f"specinfer: {line}"))) as log:
+            yield log
+        return
     with console.status(what) as status:
         name_before, started = "", 0.0
 
@@ -39,20 +43,34 @@ def loading_bar(console: Console, what: str) -> Iterator[ProgressCallback]:
 
 
 class LoadingLog:
-    """A log of the progress of loading, a line now and then."""
+    """A log of the progress of loading: a line now and then, and one for each stage that took long.
 
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
+    Args:
+        write: Function that writes a line.
+    """
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
         self._name, self._started, self._next = "", 0.0, 0.0
+        self._counts = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self("", 0, 0)
 
     def __call__(self, name: str, done: int, total: int) -> None:
         now = time.monotonic()
         if name != self._name:
+            if self._name and not self._counts and now - self._started >= _LONG:
+                self._write(f"{self._name}: {now - self._started:.1f} s")
             self._name, self._started, self._next = name, now, now + _LOG_SECONDS
-        elif now >= self._next or done >= total:
+            self._counts = total > 0
+        elif total and (now >= self._next or done >= total):
             self._next = now + _LOG_SECONDS
             read = "read " if unit_of(name) is None else ""
-            self._logger.info("%s: %s%s", name, read, how_much(name, done, total, now - self._started))
+            self._write(f"{name}: {read}{how_much(name, done, total, now - self._started)}")
 
 
 class FirstToken:

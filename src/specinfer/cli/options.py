@@ -20,7 +20,7 @@ from specinfer.core.errors import ModelError
 from specinfer.core.lookups import quoted_lookups, reserved_names
 from specinfer.core.options import setting, settings_of
 from specinfer.core.parallel_config import find_place
-from specinfer.core.progress import ProgressCallback
+from specinfer.core.progress import ProgressCallback, begin
 from specinfer.demo.chat_model import CHAT, CODE, EMBEDDED, MISSING, default_model, find_chat_model
 from specinfer.engine_args import EngineArgs
 from specinfer.hub.locate import is_on_hub, locate, locate_tokenizer
@@ -150,6 +150,7 @@ def load(args: EngineArgs, screen: Screen) -> "LLM":
     follow(args)
     with loading_bar(screen.err, f"loading {args.model} ...") as progress:
         locate_all(args, progress)
+        begin(progress, "importing PyTorch")
         from specinfer.llm import LLM
 
         llm = LLM.from_engine_args(args, progress)

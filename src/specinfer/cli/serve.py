@@ -140,10 +140,10 @@ def _load(args: EngineArgs, parent: ParentProcess | None) -> "LLM":
 
     if parent is not None:
         time.sleep(parent.delay)
-    log = LoadingLog(logger)
-    locate_all(args, log)
-    llm = LLM.from_engine_args(args, log)
-    llm.prepare()
+    with LoadingLog(logger.info) as log:
+        locate_all(args, log)
+        llm = LLM.from_engine_args(args, log)
+        llm.prepare()
     return llm
 
 

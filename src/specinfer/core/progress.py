@@ -9,13 +9,20 @@ from typing import TypeAlias
 ProgressCallback: TypeAlias = Callable[[str, int, int], None]
 CAPTURING = "capturing passes"
 COMPILING = "compiling kernels"
-UNITS = {CAPTURING: "sizes", COMPILING: "kernels"}  # by the first words of a name
+ACCEPTANCE = "measuring acceptance"
+UNITS = {CAPTURING: "sizes", COMPILING: "kernels", ACCEPTANCE: "tokens"}  # by the first words of a name
 DOWNLOADING = "downloading"
 
 
 def gigabytes(num_bytes: float, seconds: float) -> str:
     """Return the amount read and its rate as text."""
     return f"{num_bytes / 1e9:.1f} GB at {num_bytes / max(seconds, 1e-9) / 1e9:.2f} GB/s"
+
+
+def begin(progress: ProgressCallback | None, name: str) -> None:
+    """Report the beginning of work that counts nothing."""
+    if progress is not None:
+        progress(name, 0, 0)
 
 
 def progress_of(progress: ProgressCallback | None, name: str) -> Callable[[int, int], None]:

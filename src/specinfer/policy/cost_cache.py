@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from specinfer import ops
-from specinfer.core.progress import ProgressCallback
+from specinfer.core.progress import ProgressCallback, begin
 from specinfer.core.systems import usable_cpus
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.merge.merged import MergedDrafter, parts_of, reads_prompts
@@ -64,6 +64,7 @@ def _measured_costs(
     costs = None if fresh else kept.read(CostModel.from_dict)
     if costs is not None and (costs := _as_now(costs, target, drafter, kept.path)) is not None:
         return costs
+    begin(progress, "measuring costs")
     watch = _Stopwatch(target)
     costs = measure_costs(target, drafter, progress=progress)
     costs.is_provisional = watch.is_delayed

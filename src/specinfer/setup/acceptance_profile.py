@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.core.errors import RequestError
-from specinfer.core.progress import ProgressCallback
+from specinfer.core.progress import ACCEPTANCE, ProgressCallback
 from specinfer.core.request import Request
 from specinfer.core.sampling import SamplingParams
 from specinfer.core.tree_shape import parse_tree
@@ -71,9 +71,7 @@ def measure_acceptance(
         while engine.has_work and time.perf_counter() - started < max_seconds:
             engine.step()
             if progress is not None:
-                progress(
-                    "measuring acceptance", sum(each.num_output for each in requests), len(requests) * _total(params)
-                )
+                progress(ACCEPTANCE, sum(each.num_output for each in requests), len(requests) * _total(params))
     finally:
         for request in requests:
             engine.abort(request)

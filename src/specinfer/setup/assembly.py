@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specinfer.core.lookups import SELF_DRAFTERS
-from specinfer.core.progress import ProgressCallback
+from specinfer.core.progress import ProgressCallback, begin
 from specinfer.drafters.assistant_drafter import AssistantRunner
 from specinfer.drafters.dialect_choice import choose_dialect
 from specinfer.drafters.feature_drafter import HeadRunner
@@ -131,10 +131,12 @@ def assemble(args: EngineArgs, progress: ProgressCallback | None) -> Assembly:
     plan = plan_models(args)
     drafters, limits = plan.drafters, plan.settings.limits
     with ExitStack() as undo:
+        begin(progress, "reading the target")
         ranks, settings, target = _load_target(plan, progress, undo)
         tokenizer = load_tokenizer(target.folder) if args.tokenizer is None else find_tokenizer(args.tokenizer, target)
         corpus = open_corpus(args.suffix_corpus, tokenizer, target.vocab_size)
         remote = {} if ranks is None else _remote_models(ranks, plan.placement)
+        begin(progress, "reading the drafters")
         small = {
             name: load_draft_model(
                 name, path, target, tokenizer, args.drafter_quantization, settings.offload, args.drafter_token_map
