@@ -1,5 +1,7 @@
 """Every example runs as it stands, writes what it promises, and is short enough to read at a glance."""
 
+import ast
+import asyncio
 import io
 import json
 import re
@@ -7,6 +9,8 @@ import runpy
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import pytest
 
@@ -84,3 +88,25 @@ def test_example_writes_what_it_promises(path: Path, monkeypatch: pytest.MonkeyP
     runpy.run_path(str(path), run_name="__main__")
     CHECKS[path.stem](out)
     assert SPEED.search(out.getvalue())
+
+
+def test_the_cells_of_the_notebook_run_in_a_running_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = json.loads((EXAMPLES[0].parent / "notebook.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells if cell["cell_type"] == "code")  # each run would change them
+    out = Written()
+    monkeypatch.setattr("sys.stdout", out)
+    asyncio.run(_run_cells(code))
+    assert SPEED.search(out.getvalue())
+    assert "'target'" not in out.getvalue()
+    assert re.search(r"^'.+' +(demo|target)$", out.getvalue(), re.MULTILINE)
+    assert out.getvalue().count("\n---\n") == 2
+
+
+async def _run_cells(code: list[str]) -> None:
+    """Run cells as IPython does: names are shared, and a cell may await."""
+    names: dict[str, Any] = {}
+    for cell in code:
+        compiled = compile(cell, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if (result := FunctionType(compiled, names)()) is not None:
+            await result
