@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,15 @@ def test_the_unit_starts_a_command_that_there_is() -> None:
     # An engine for which memory runs out is started again by the main process, which alone speaks to systemd.
     assert (unit["Service"]["OOMPolicy"], unit["Service"]["Type"]) == ("continue", "notify")
     assert unit["Service"].get("NotifyAccess", "main") == "main"
+
+
+def test_the_unit_is_installed_from_files_and_an_extra_that_there_are() -> None:
+    comments = [line[1:] for line in (DEPLOY / "specinfer.service").read_text().splitlines() if line.startswith("#")]
+    words = " ".join(comments).split()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {word for word in words if word.startswith("'.[")} == {"'.[serve]'"}
+    assert "serve" in extras
+    assert all((ROOT / word).is_file() for word in words if word.startswith("deploy/"))
 
 
 def test_the_example_settings_are_settings() -> None:
