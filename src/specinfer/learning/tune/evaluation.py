@@ -22,7 +22,7 @@ from specinfer.reporting.environment import Environment
 
 RANKS = 5
 EQUAL_NODES = 16  # nodes in the paper's comparison of 1 to 5 drafters
-_NUM_PROMPTS = 32  # held-out prompts that passes are counted on
+NUM_PROMPTS = 32  # held-out prompts that passes are counted on
 _COUNTING = "counting passes"
 MODES = {"greedy": Source.GREEDY, "sampled": Source.SAMPLED}
 
@@ -141,10 +141,10 @@ def count_passes(
         dtype=config.dtype,
         device=config.device,
         tree="best-first:1",
-        max_num_seqs=_NUM_PROMPTS,
+        max_num_seqs=NUM_PROMPTS,
         enable_prefix_caching=False,
     )
-    examples = result.held_out[:_NUM_PROMPTS]
+    examples = result.held_out[:NUM_PROMPTS]
     prompts = [{"prompt_token_ids": example.tokens[: example.num_prompt].tolist()} for example in examples]
     passes = []
     for number, arm in enumerate(usable, start=1):

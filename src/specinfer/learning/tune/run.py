@@ -22,6 +22,7 @@ from specinfer.learning.trainable import TrainableDrafter, export
 from specinfer.learning.tune.boosting import Predictions, is_predicted, load_predictions, predict, save_predictions
 from specinfer.learning.tune.collection import Collection, load
 from specinfer.learning.tune.corpus import Prompts, read_prompts
+from specinfer.learning.tune.estimate import as_text, estimate_seconds
 from specinfer.learning.tune.initial_weights import InitialWeights, build
 from specinfer.learning.tune.options import TuneConfig, data_files
 from specinfer.learning.tune.result import Result, StageCallback, TunedDrafter
@@ -30,8 +31,10 @@ from specinfer.learning.tune.training import TrainingConfig, fit, with_curves
 from specinfer.llm import LLM
 from specinfer.model.definition import known_positions, load_config, load_tokenizer
 from specinfer.model.device import find_device
+from specinfer.policy.cost_cache import cached_costs
 
 _LONG = 7 * 24 * 3600  # seconds that one process may wait for another
+_BATCH = 64  # prompts that the target completes at a time
 _GROUP = 256  # examples between two progress reports
 
 
@@ -49,7 +52,8 @@ class Run:
         self.target, self.starts, self.beside = find_models(config)
         # Collecting may take hours, so errors of making or loading a drafter must occur before.
         every = dict.fromkeys((*self.starts, *self.beside))
-        parameters = max(build(start, self.target, config.seed).num_parameters for start in every)
+        built = {start: build(start, self.target, config.seed).num_parameters for start in every}
+        self._parameters = [built[start] for start in self.starts]
         self._vocab_size = int(load_config(self.target).get_text_config().vocab_size)
         self.prompts = self._read_prompts()
         self.accelerator = Accelerator(
@@ -60,7 +64,7 @@ class Run:
         self.report: StageCallback = report if self.accelerator.is_main_process else lambda *_, **__: None
         with self.accelerator.main_process_first():
             self.folder = open_run(config, self.prompts.digest, writes=self.accelerator.is_main_process)
-        check_disk_space(config, self.folder, parameters)
+        check_disk_space(config, self.folder, max(built.values()))
 
     def _read_prompts(self) -> Prompts:
         config = self.config
@@ -119,9 +123,11 @@ class Run:
         process = (self.accelerator.process_index, self.accelerator.num_processes)
         folders = [self.folder / "examples", self.folder / "examples-held-out"]
         llm = LLM(
-            self.target, tree="off", dtype=config.dtype, device=config.device, max_num_seqs=64,
+            self.target, tree="off", dtype=config.dtype, device=config.device, max_num_seqs=_BATCH,
             max_num_batched_tokens=4096, enable_prefix_caching=False, seed=config.seed,
         )  # fmt: skip
+        if not folders[0].exists():
+            self._estimate(llm)
         parts = zip(folders, (self.prompts.training, self.prompts.held_out), strict=True)
         for seed, (folder, prompts) in enumerate(parts, config.seed):
             folder.mkdir(exist_ok=True)
@@ -137,6 +143,16 @@ class Run:
         if not len(examples) or not len(held_out):
             raise TrainingError("data: the target generated nothing for any of the prompts; use others")
         return examples, held_out
+
+    def _estimate(self, llm: LLM) -> None:
+        """Report about how long the run takes."""
+        costs, whole = cached_costs(llm.target, None), llm.target.loaded.num_parameters
+        shares = [number / whole for number in self._parameters]
+        seconds = estimate_seconds(
+            lambda size: float(costs.target(size)), self.prompts, self.config, shares, _BATCH,
+            self.accelerator.num_processes,
+        )  # fmt: skip
+        self.report(f"about {as_text(seconds)} in all", 1, 1)
 
     def _stage(self, name: str, total: int) -> Callable[[int], None]:
         """Begin a stage, and return the function that reports how much of it is done."""
