@@ -15,13 +15,14 @@ from pathlib import Path
 _BEGUN = time.monotonic()  # before the imports that take seconds
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "support"), str(Path(__file__).parents[1])]
 
-from tests.server.pressure.faults import hurt  # noqa: E402 - after the paths
+from tests.server.pressure.faults import FAULTS, hurt  # noqa: E402 - after the paths
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", default="demo-chat")
     parser.add_argument("--minutes", type=float, default=60.0, help="Of the whole run.")
+    parser.add_argument("--fault", action="append", choices=FAULTS, help="Only this; may be repeated.")
     parser.add_argument("--pause", type=float, default=20.0, help="Seconds from a recovery to the next fault.")
     parser.add_argument("--ranks", type=int, default=1, help="Ranks of the engine (-tp): with two, one is lost.")
     parser.add_argument("--port", type=int, default=8393)
@@ -30,7 +31,8 @@ def main() -> None:
     given, options = parser.parse_known_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl+C does
     report = hurt(
-        given.model, _BEGUN + 60 * given.minutes, port=given.port, pause=given.pause, num_ranks=given.ranks,
+        given.model, _BEGUN + 60 * given.minutes, port=given.port, pause=given.pause,
+        faults=given.fault or FAULTS, num_ranks=given.ranks,
         seed=given.seed, options=options,
     )  # fmt: skip
     if given.json:

@@ -161,6 +161,7 @@ ATTACKS = {
     "trees": [Attack(num_each=32, params=TREES)],
     "a prompt": [Attack(num_each=1, num_prompt=18_000, params={"max_tokens": 1})],
     "log-probabilities": [Attack(num_each=32, params=SCORES)],
+    "log-probabilities of prompts": [Attack(("a", "b"), 16, 60, {"max_tokens": 1, "prompt_logprobs": 20})],
     "targets": [Attack(num_each=32, params=TARGETS)],
     "first tokens": [Attack(num_each=32, num_prompt=100, params=BEGINNINGS)],
     "trees and prompts of two": [Attack(("a",), 32, params=TREES), Attack(("b",), 4, 4000, {"max_tokens": 1})],

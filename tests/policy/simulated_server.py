@@ -126,7 +126,7 @@ class SimulatedServer:
         factor = float(np.exp(self._noise * self._random.standard_normal()))
         drafting = factor * (self.costs.draft(num_guessed, num_levels) + num_read * self.costs.read_token)
         passing = factor * self.costs.target(num_rows)
-        scoring = sum(self._score(span, tree) for span, tree in zip(decoding, trees, strict=True))
+        scoring = sum(map(self._score, spans))
         resting = self.costs.host(len(spans), num_guessed) + scoring
         self.now += drafting + passing + resting
         self._scheduler.release(spans)
@@ -145,11 +145,16 @@ class SimulatedServer:
             self._drafting.calibration.observe(span.request, *outcome)
         return ended
 
-    def _score(self, span: Span, tree: TokenTree) -> float:
-        """Return the seconds that log-probabilities of a request take, and note them in it."""
-        request, seconds = span.request, self.score * span.request.num_scored
-        request.scoring.seconds, request.scoring.count = seconds, request.num_scored
-        return seconds
+    def _score(self, span: Span) -> float:
+        """Return the seconds that log-probabilities of a span take, and note them in its request."""
+        request = span.request
+        if request.lacks_prompt_logprobs:
+            count = request.num_scored * (span.end - span.start)
+            request.prompt_logprobs += [None] * (span.end - span.start)
+        else:
+            count = request.num_scored if span.produces_token else 0
+        request.scoring.seconds, request.scoring.count = self.score * count, count
+        return request.scoring.seconds
 
     def _commit(
         self, spans: Sequence[Span], decoding: Sequence[Span], outcomes: Sequence[tuple[TokenTree, Acceptance]]

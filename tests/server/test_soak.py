@@ -6,6 +6,7 @@ import pytest
 
 from tests.server.pressure.attack import Report, attack
 from tests.server.pressure.crowd import DESCRIPTORS, press
+from tests.server.pressure.faults import hurt
 from tests.server.pressure.soak import soak
 from tests.server.pressure.steady import TOGETHER, attack_in_turn, table
 from worlds import free_port
@@ -61,3 +62,11 @@ def test_a_steady_attack_reports_an_honest_keys_times_and_loses_no_answer() -> N
     lines = table(reports)
     assert [line[:16].strip() for line in lines[2:]] == ["logprobs", TOGETHER]
     assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_server_that_is_hurt_comes_back_and_leaves_no_request_without_an_end() -> None:
+    report = hurt("demo", time.monotonic() + 240.0, port=free_port(), pause=3.0)
+    assert not report.faults()
+    assert report.recoveries

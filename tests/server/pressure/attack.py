@@ -34,6 +34,7 @@ from tests.server.served_command import serving
 
 _LIMITS = "max-num-seqs=1 max-num-queued-reqs=4 max-tokens-per-minute=6000 max-connections=8 max-incoming-bytes=8000000"
 _ROUNDS = 6  # in each, quiet time and then an attack of three times that length
+_AFTER_ERROR = 0.5  # seconds until a client asks again
 _PATIENCE = 5.0  # seconds for the hostile clients to end
 _HANGS = 1.0  # seconds without an event after which a request that is cut off counts with what it has waited
 _SETTLED = 0.5  # seconds until the hostile requests of a round are there, or gone
@@ -195,6 +196,7 @@ class Honest:
                 except (httpx.HTTPError, AssertionError, ValueError) as error:
                     if self._may_fail(begun) and not isinstance(error, httpx.TimeoutException):
                         self.report.num_interrupted += 1
+                        await asyncio.sleep(_AFTER_ERROR)
                     else:
                         self.report.failed.append(f"{type(error).__name__}: {error}")
                 except asyncio.CancelledError:

@@ -10,6 +10,7 @@ process that stays must have the memory and the descriptors that it had.
 
 import asyncio
 import json
+import math
 import os
 import random
 import resource
@@ -32,6 +33,9 @@ from tests.server.pressure.steady import HONEST, HOSTILE, arms_of, key_file
 from tests.server.served_command import ServedCommand
 from worlds import children_of
 
+FAULTS = (
+    "kill", "fault_natively", "stop", "fill_disk", "close_sockets", "change_adapters", "lose_rank", "change_drafters",
+)  # fmt: skip
 _ADMIN = "admin-key"
 _ARMS: tuple[Arm, ...] = ("leaver", "malformed", "bombs")
 _HUNG = 15.0  # seconds after which a step counts as hung
@@ -85,20 +89,23 @@ class Timetable:
 
     Args:
         start: Starts a server with further words of its command.
-        honest: Takes a port, and whether a request may fail by when it began, and returns honest clients.
         adapter: Folder of an adapter.
-        num_ranks: Processes of the engine.
+        faults: Names of methods, in turn.
     """
 
     def __init__(
-        self, start: Callable[..., ServedCommand], adapter: Path, num_ranks: int, num_clients: int, seed: int
+        self, start: Callable[..., ServedCommand], adapter: Path, faults: Sequence[str], num_clients: int, seed: int
     ) -> None:
-        self._start, self._adapter, self._num_ranks, self._seed = start, adapter, num_ranks, seed
+        self._start, self._adapter, self._faults, self._seed = start, adapter, faults, seed
         self._random, self._num_deaths = random.Random(seed), 0
-        self._hurt_at = 0.0  # the last time at which the server was hurt, or not ready yet
+        self._hurt_at = 0.0  # when the server was ready again for the last time; infinite while it is not
         self._begun = time.monotonic()
         self.server = start()
-        self.server.wait(self.server.is_up)
+        try:
+            self.server.wait(self.server.is_up)
+        except BaseException:
+            self.server.close()
+            raise
         self._load_seconds = time.monotonic() - self._begun
         keys = [HONEST] * num_clients
         self.honest = Honest(
@@ -116,10 +123,7 @@ class Timetable:
         asking = asyncio.create_task(self.honest.load(end, is_attacked.set))
         while not (is_attacked.is_set() or asking.done()):
             await asyncio.sleep(0.1)
-        faults: list[Callable[[], Coroutine[Any, Any, None]]] = [
-            self.kill, self.fault_natively, self.stop, self.fill_disk, self.close_sockets, self.change_adapters,
-            *([self.lose_rank] if self._num_ranks > 1 else []), self.change_drafters,
-        ]  # fmt: skip
+        faults = [getattr(self, name) for name in self._faults]
         place = 0
         while time.monotonic() + pause + self._load_seconds < end and not asking.done():
             await asyncio.sleep(pause)
@@ -129,7 +133,7 @@ class Timetable:
         await asking
 
     async def _hurt(self, fault: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        begun, deaths = time.monotonic(), self._num_deaths
+        begun = time.monotonic()
         await fault()
         num_ready = 0
         async with httpx.AsyncClient(base_url=self.server.url, timeout=5) as client:
@@ -140,8 +144,8 @@ class Timetable:
                 with suppress(httpx.HTTPError):
                     is_ready = (await client.get("/health/ready")).status_code == 200
                     num_ready = num_ready + 1 if is_ready and self._is_running() else 0
-                if self._num_deaths > deaths:
-                    self._hurt_at = time.monotonic()
+        if self._hurt_at == math.inf:
+            self._hurt_at = time.monotonic()
         took, waits = time.monotonic() - begun, 2.0 ** min(self._num_deaths - 2, 5) if self._num_deaths > 1 else 0.0
         allowed = _LOADS * self._load_seconds + _LEAST + waits + 2 * _HUNG * (fault == self.stop)
         self.report.recoveries.append((fault.__name__, took, allowed))
@@ -202,8 +206,7 @@ class Timetable:
 
     async def change_drafters(self) -> None:
         """Stop the server as an operator does, and start it with another drafter."""
-        self._hurt_at = time.monotonic()
-        self._num_deaths = 1
+        self._hurt_at, self._num_deaths = math.inf, 1
         with suppress(psutil.NoSuchProcess):
             self.server.process.terminate()
         code = await asyncio.to_thread(self.server.process.wait, _PATIENCE)
@@ -215,7 +218,7 @@ class Timetable:
 
     def _signal(self, process: int, number: signal.Signals) -> None:
         self._num_deaths += 1
-        self._hurt_at = time.monotonic()
+        self._hurt_at = math.inf
         os.kill(process, number)
 
 
@@ -246,22 +249,23 @@ def _save_adapter(folder: Path, model: str) -> Path:
 
 
 def hurt(
-    model: str, end: float, *, port: int, pause: float, num_clients: int = 3, num_ranks: int = 1, seed: int = 0,
-    options: Sequence[str] = (),
+    model: str, end: float, *, port: int, pause: float, faults: Sequence[str] = FAULTS, num_clients: int = 3,
+    num_ranks: int = 1, seed: int = 0, options: Sequence[str] = (),
 ) -> FaultReport:  # fmt: skip
     """Serve a model, and hurt the server until a time by `time.monotonic`."""
     with key_file(f"{_ADMIN} admin,generate name=admin") as keys:
         adapter, log = _save_adapter(keys.with_name("adapter"), model), keys.with_name("log")
         words = (
             "--api-key-file", str(keys), "--shutdown-timeout", "5", "--max-step-seconds", str(_HUNG),
-            "--enable-lora", "--allow-runtime-lora-updating", "--prefix-cache-dir", str(keys.with_name("prefixes")),
-            "-tp", str(num_ranks), *options,
+            "--enable-lora", "--allow-runtime-lora-updating", *options,
+            *(("-tp", str(num_ranks)) if num_ranks > 1 else ("--prefix-cache-dir", str(keys.with_name("prefixes")))),
         )  # fmt: skip
 
         def start(*drafters: str) -> ServedCommand:
             return ServedCommand(model, *words, *drafters, port=port, log=log)
 
-        timetable = Timetable(start, adapter, num_ranks, num_clients, seed)
+        names = [name for name in faults if name != "lose_rank" or num_ranks > 1]
+        timetable = Timetable(start, adapter, names, num_clients, seed)
         try:
             with suppress(KeyboardInterrupt):
                 timetable.run(end, pause)
