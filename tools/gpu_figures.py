@@ -10,6 +10,7 @@ and is begun only if half of that is left of --limit.
 """
 
 import argparse
+import ctypes
 import importlib
 import json
 import os
@@ -30,6 +31,7 @@ from gpu_targets import summary, targets
 LIMIT = 560  # seconds of a call
 _LAST_LINES = 12  # of a stage's output that are kept
 _POLL = 0.05  # seconds
+_PR_SET_PDEATHSIG = 1
 _LEAST = 0.5  # of its limit that must be left to a stage
 # What the stages import, once for all of them; none of it touches a GPU.
 _PRELOADED = ("transformers", "benchmarks.comparisons", "benchmarks.kernels", "benchmarks.identity",
@@ -96,6 +98,7 @@ def _begin(command: Sequence[str], log: Path, *, is_fresh: bool) -> int:
     status = 1
     try:
         os.setsid()
+        _end_with_parent()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(output, stream)
@@ -117,6 +120,12 @@ def _begin(command: Sequence[str], log: Path, *, is_fresh: bool) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _end_with_parent() -> None:
+    """Let this process be ended when its parent is, however that ends: nothing may hold the GPU after a call."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def present_commit() -> str:
@@ -184,7 +193,7 @@ def parse() -> argparse.Namespace:
 
 def prepare(site: Path, *, is_dry: bool, folder: Path) -> None:
     """Set the paths of this process and of all it starts, and import what the stages need."""
-    places = [str(ROOT / "src"), str(ROOT), str(site.resolve())]
+    places = [str(ROOT / "src"), str(ROOT), str(site)]
     sys.path[:0] = places
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*places, os.environ.get("PYTHONPATH"))))
     if is_dry:  # costs and grown models of a try are of no use later
@@ -205,8 +214,8 @@ def main() -> int:
     """Return 0 if every stage asked for is done and no target is missed; a dry run has no targets to miss."""
     asked, started = parse(), time.monotonic()
     commit, device = asked.commit or present_commit(), "cpu" if asked.dry_run else asked.device
-    site = asked.out / "site"
-    wanted = stages(TINY if asked.dry_run else Sizes(), device, asked.model, asked.wheels, site)
+    site, wheels = (asked.out / "site").resolve(), None if asked.wheels is None else asked.wheels.resolve()
+    wanted = stages(TINY if asked.dry_run else Sizes(), device, asked.model, wheels, site)
     names = None if asked.stages is None else asked.stages.split(",")
     if unknown := set(names or ()) - {stage.name for stage in wanted}:
         known = ", ".join(stage.name for stage in wanted)

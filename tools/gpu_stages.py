@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+_LIKE_OTHERS = ("latency-small-greedy", "throughput-more", "acceptance")  # of which a dry run shows nothing more
 _LABORATORY = ("kernels", "offload", "identity")  # only in benchmarks/, as grown models are
 
 
@@ -30,6 +31,7 @@ class Sizes:
     invariant_rows: tuple[int, ...] = (1, 8, 32, 64)
     context: int = 1024
     num_prompts: int = 4
+    prompt_chars: int = 600
     max_tokens: int = 128
     repeats: int = 2
     num_passes: int = 8  # of each number of rows
@@ -38,7 +40,7 @@ class Sizes:
 
 
 TINY = Sizes(
-    None, None, ("auto",), "2,1", (2,), (1,), (3,), (2, 4), (1, 2), 16, 1, 6, 1, 1, ("transformers",), "700MiB"
+    None, None, ("auto",), "2,1", (2,), (1,), (3,), (2, 4), (1, 2), 16, 1, 60, 6, 1, 1, ("transformers",), "700MiB"
 )  # fmt: skip
 
 
@@ -96,8 +98,9 @@ def stages(sizes: Sizes, device: str, model: str, wheels: Path | None = None, si
     def bench(name: str, kind: str, limit: int, *words: str, grow: str | None = None) -> Stage:
         size = () if grow is None else ("--grow", grow)
         is_of_laboratory = kind in _LABORATORY or "--peer" in words or grow is not None
+        chars = () if kind in ("kernels", "acceptance") else ("--prompt-chars", str(sizes.prompt_chars))
         program = ("benchmarks", kind) if is_of_laboratory else ("specinfer", "bench", kind)
-        return Stage(name, (*program, model, "--device", device, *size, *words), limit, is_fresh=not is_dry)
+        return Stage(name, (*program, model, "--device", device, *size, *chars, *words), limit, is_fresh=not is_dry)
 
     trees, once = _flags("--tree", sizes.trees), ("--tree", sizes.tree)
     count = ("--num-prompts", str(sizes.num_prompts), "--repeats", "1")
@@ -139,7 +142,8 @@ def stages(sizes: Sizes, device: str, model: str, wheels: Path | None = None, si
         "--max-tokens",
         str(max(sizes.max_tokens // 4, 2)),
     )
-    made.append(bench("offload-large", "offload", 240, *few, *once, grow=sizes.large))
-    if not is_dry:
-        made.append(bench("acceptance", "acceptance", 150, "--quick"))
-    return made
+    made += [
+        bench("offload-large", "offload", 240, *few, *once, grow=sizes.large),
+        bench("acceptance", "acceptance", 150, "--quick"),
+    ]
+    return [stage for stage in made if not (is_dry and stage.name in _LIKE_OTHERS)]
