@@ -45,7 +45,7 @@ def test_texts_are_found_and_all_else_is_skipped(model: Path, tmp_path: Path, mo
 
 
 def test_lists_of_tokens_are_taken_as_they_are(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.tokens").write_text("[1, 2, 3]\n[]\n[4, 5]\n[6, 7, 8]\n")
+    (tmp_path / "a.tokens").write_text("[1, 2, 3]\n[]\n \n[4, 5]\n\n[6, 7, 8]\n\n")
     (tmp_path / "b.txt").write_text("the station in the rain")
     report = _build([tmp_path / "a.tokens"], model, tmp_path / "out", 6)
     assert (report.num_files, report.num_tokens) == (1, 5), "lists beyond the limit are left out"

@@ -149,6 +149,8 @@ def _token_lists(file: Path, num_ids: int, most: int) -> Iterator[list[int]]:
     """
     with file.open("rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(_MAX_LINE), b""), start=1):
+            if not line.strip():
+                continue
             try:
                 ids = json.loads(line)
             except (ValueError, RecursionError):

@@ -11,13 +11,14 @@ be as before in the output, else as in the prompt. Where few bytes may follow, a
 Texts are split into tokens as a whole, as the model would write them; their last token may be cut short.
 """
 
-import re
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from specinfer.core.grammar.state import Grammar
-from specinfer.core.grammar.token_text import MARK, TokenText
+from specinfer.core.grammar.style import BLANK, Style, ends_in_mark
+from specinfer.core.grammar.wording import Wording
 
 MAX_CHOICES = 8  # texts that may follow, of which each is a branch
 MAX_TEXTS = 8
@@ -25,14 +26,18 @@ _MAX_LOOKS = 24  # states of the grammar that are looked at in one step
 _MAX_BYTES = 160
 _SPLIT = 0.99  # probability that the model splits forced text into these tokens
 _CUT = 0.8  # the same of the last token, which might go on
-_BLANK = b" \t\r\n"
 
 
 class Continuation(NamedTuple):
-    """Tokens that may follow an output, and the probability of each after those before it."""
+    """Tokens that may follow an output, and the probability of each after those before it.
+
+    Attributes:
+        copied: Whether each token has text that the prompt words, and no grammar forces.
+    """
 
     tokens: tuple[int, ...]
     probs: tuple[float, ...]
+    copied: tuple[bool, ...] = ()
 
 
 class _Place(NamedTuple):
@@ -40,157 +45,117 @@ class _Place(NamedTuple):
 
     start: int
     prob: float
+    is_copied: bool
 
 
-def continuations(grammar: Grammar, style: "Style", before: bytes, least: float = 0.1) -> list[Continuation]:
-    """Return the texts that may follow an output by its grammar, the likeliest first; none where many may.
+class _Text(NamedTuple):
+    """A text that may follow.
+
+    Attributes:
+        is_end: Whether it ends the output.
+    """
+
+    text: bytes
+    prob: float
+    is_copied: bool = False
+    is_end: bool = False
+
+
+class Outlook:
+    """The texts that may follow an output, by its grammar, usual whitespace, and the words of its prompt.
 
     Args:
         before: The end of the output.
-        least: Smallest probability of a text.
-    """
-    names = grammar.text
-    assert names is not None
-    ended: list[Continuation] = []
-    front: list[tuple[float, int, bytes, tuple[_Place, ...]]] = [(-1.0, 0, b"", ())]
-    numbers = count(1)
-    for _ in range(_MAX_LOOKS):
-        if not front or len(ended) == MAX_TEXTS:
-            break
-        negated, _, text, places = heappop(front)
-        choices = [] if len(text) >= _MAX_BYTES else _choices(grammar, names, style, before, text)
-        likely = [(added, prob) for added, prob in choices if -negated * prob >= least]
-        for added, prob in likely:
-            heappush(front, (negated * prob, next(numbers), text + added, (*places, _Place(len(text), prob))))
-        if not likely and text:
-            ended.append(_continuation(names, text, places))
-    ended += [_continuation(names, text, places) for _, _, text, places in sorted(front)[: MAX_TEXTS - len(ended)]]
-    return [each for each in ended if each.tokens]
-
-
-def _choices(
-    grammar: Grammar, names: TokenText, style: "Style", before: bytes, text: bytes
-) -> list[tuple[bytes, float]]:
-    """Return the texts that may follow a text after the output, with their probabilities; none where many may."""
-    path = names.tokens_of(text)
-    if forced := grammar.forced_bytes(path):
-        return [(forced[: _MAX_BYTES - len(text)], 1.0)]
-    nexts, known = names.next_texts(grammar.bits_ahead(path)), before + text
-    solid = [each for each in nexts if each not in _BLANK]
-    is_blank = len(solid) < len(nexts) and (b"\n" in nexts or known[-1:] in _BLANK)
-    if not is_blank:  # a space, if any, is part of the text
-        return [(each, 1 / len(nexts)) for each in nexts] if len(nexts) <= MAX_CHOICES else []
-    if 0 < len(solid) <= MAX_CHOICES:
-        return [(blank + each, prob / len(solid)) for each in solid for blank, prob in style.blanks(known, each)]
-    # Many may follow, as at the beginning of a number, but not before the usual whitespace.
-    return [(blank, prob) for blank, prob in style.blanks(known, solid[-1])[:1] if blank] if solid else []
-
-
-def _continuation(names: TokenText, text: bytes, places: tuple[_Place, ...]) -> Continuation:
-    tokens = names.tokens_of(text)
-    probs, end, passed = [], 0, 0
-    for token in tokens:
-        end += len(names.bytes_of((token,)))
-        prob = _SPLIT
-        while passed < len(places) and places[passed].start < end:
-            prob *= places[passed].prob
-            passed += 1
-        probs.append(prob)
-    if probs:
-        probs[-1] *= _CUT
-    return Continuation(tokens, tuple(probs))
-
-
-# ------------------------------------------------------------------------------------------------------- whitespace
-
-_PLACES = re.compile(rb'([{\[,:}\]]|\xff\[\d+\])(\s*)(?=(["{\[}\]\d\-tfn]|\xff))')
-_OPENERS, _CLOSERS = b"{[", b"}]"
-_INDENT = re.compile(rb"\n( +)(?=[^ \n])")
-_LINE = b"\n"
-
-
-class Style:
-    """The whitespace between the tokens of JSON and of calls, as it was written so far.
-
-    Whitespace with a line break depends on the depth, so only the break and the width of a level are stored.
     """
 
-    _KNOWN, _ASKED = 0.95, 0.7  # probability of the whitespace that the output, or the prompt, had at such a place
-    _UNKNOWN: ClassVar = {  # whitespace of each kind of place, and its probability, before any was seen
-        "open": ((b"", 0.5), (_LINE, 0.45)),
-        "close": ((b"", 0.6), (_LINE, 0.35)),
-        "comma": ((b" ", 0.6), (_LINE, 0.35)),
-        "colon": ((b" ", 0.9),),
-        "mark": ((_LINE, 0.6), (b"", 0.35)),
-        "none": ((b"", 0.95),),
-    }
+    def __init__(self, grammar: Grammar, style: Style, wording: Wording, before: bytes) -> None:
+        assert grammar.text is not None
+        self._grammar, self._names = grammar, grammar.text
+        self._style, self._wording, self._before = style, wording, before
 
-    def __init__(self, prompt: bytes) -> None:
-        self._seen: dict[tuple[bytes, bytes] | str, bytes] = {}
-        self._unit: int | None = None  # spaces of a level
-        self.read(prompt)
-        self._asked, self._seen = self._seen, {}
+    def continuations(self, least: float = 0.1) -> list[Continuation]:
+        """Return the texts that may follow, the likeliest first; none where many may.
 
-    def read(self, text: bytes) -> None:
-        """Take note of the whitespace in a text, in the place of what was seen at the same places before."""
-        for before, blank, after in _PLACES.findall(text):
-            kept = _LINE if _LINE in blank else blank[:1]
-            self._seen[before[:1], after] = self._seen[_kind(before[0], after[0])] = kept
-        if indents := _INDENT.findall(text):
-            self._unit = min(map(len, indents))
+        Args:
+            least: Smallest probability of a text.
+        """
+        ended: list[Continuation] = []
+        front: list[tuple[float, int, bytes, tuple[_Place, ...], bool]] = [(-1.0, 0, b"", (), False)]
+        numbers = count(1)
+        for _ in range(_MAX_LOOKS):
+            if not front or len(ended) == MAX_TEXTS:
+                break
+            negated, _, text, places, is_end = heappop(front)
+            choices = [] if is_end or len(text) >= _MAX_BYTES else self._choices(text, places)
+            likely = [choice for choice in choices if -negated * choice.prob >= least]
+            for added, prob, is_copied, ends in likely:
+                place = _Place(len(text), prob, is_copied)
+                heappush(front, (negated * prob, next(numbers), text + added, (*places, place), ends))
+            if not likely and text:
+                ended.append(self._continuation(text, places, is_end=is_end))
+        rest = sorted(front)[: MAX_TEXTS - len(ended)]
+        ended += [self._continuation(text, places, is_end=is_end) for _, _, text, places, is_end in rest]
+        return [each for each in ended if each.tokens]
 
-    def blanks(self, before: bytes, after: bytes) -> list[tuple[bytes, float]]:
-        """Return the whitespace that may stand between two texts, as far as the first has none of it yet."""
-        bare = before.rstrip(_BLANK)
-        written = before[len(bare) :]
-        last = MARK if _ends_in_mark(bare) else bare[-1] if bare else 0
-        kind = _kind(last, after[0])
-        options = self._options(kind, (bytes([last]), after[:1]))
-        if _LINE in written:
-            options = ((_LINE, self._KNOWN if kind != "none" else 1 - self._KNOWN),)
+    def _choices(self, text: bytes, places: Sequence[_Place]) -> Sequence[_Text]:
+        """Return the texts that may follow a text after the output; none where many may."""
+        known = self._before + text
+        if places and places[-1].is_copied and not text.endswith(b'"'):
+            return self._copies(known)  # what is legal inside of a string is not looked at
+        path = self._names.tokens_of(text)
+        if forced := self._grammar.forced_bytes(path):
+            return [_Text(forced[: _MAX_BYTES - len(text)], 1.0)]
+        legal = self._grammar.bits_ahead(path)
+        nexts, ends = self._names.next_texts(legal), self._names.ends(legal)
+        solid = [each for each in nexts if each not in BLANK]
+        if len(solid) > MAX_CHOICES and (copies := self._copies(known)):
+            return copies
+        is_blank = len(solid) < len(nexts) and (b"\n" in nexts or known[-1:] in BLANK)
+        # Where whitespace may follow that is no part of the text, it is taken as usual, together with what follows it.
+        choices = solid if is_blank else nexts
+        if 0 < len(choices) + bool(ends) <= MAX_CHOICES:
+            weighted = self._weighted(known, choices, ends)
+            if not is_blank:
+                return weighted
+            return [
+                choice._replace(text=blank + choice.text, prob=prob * choice.prob)
+                for choice in weighted
+                for blank, prob in self._style.blanks(known, choice.text)
+                if not blank or blank[:1] in nexts
+            ]
+        if not is_blank or not solid:
+            return []
+        # Many may follow, as at the beginning of a number, but not before the usual whitespace.
+        return [_Text(blank, prob) for blank, prob in self._style.blanks(known, solid[-1])[:1] if blank]
+
+    def _copies(self, known: bytes) -> list[_Text]:
+        return [_Text(text, prob, is_copied=True) for text, prob in self._wording.copies(known)]
+
+    def _weighted(self, known: bytes, nexts: Sequence[bytes], ends: Sequence[int]) -> list[_Text]:
+        """Return texts, and the end, with their probabilities: by the words of the prompt, and what usually follows."""
+        habits = self._style.habits
+        texts = [*nexts, *([self._names.bytes_of((habits.end(ends),))] if ends else [])]
+        pairs = zip(self._wording.weights(known, texts), habits.weights(known, texts), strict=True)
+        weights = [asked * usual for asked, usual in pairs]
+        total = sum(weights)
         return [
-            (whole[len(written) :], prob)
-            for blank, of_blank in options
-            for whole, prob in self._with_indent(blank, of_blank, kind, bare)
-            if whole.startswith(written)
-        ] or [(b"", self._KNOWN)]
+            _Text(text, weight / total, is_end=place == len(nexts))
+            for place, (text, weight) in enumerate(zip(texts, weights, strict=True))
+        ]
 
-    def _options(self, kind: str, place: tuple[bytes, bytes]) -> tuple[tuple[bytes, float], ...]:
-        """Return the whitespace at a place, with its probability: as it was there, or at a place of this kind."""
-        seen, asked = self._seen, self._asked
-        known = seen.get(place, seen.get(kind))
-        if known is None and kind in ("comma", "close") and "open" in seen:
-            known = _LINE if seen["open"] == _LINE else seen.get("colon", b" ") if kind == "comma" else b""
-        if known is not None:
-            return ((known, self._KNOWN),)
-        known = asked.get(place, asked.get(kind))
-        if known is None:
-            return self._UNKNOWN[kind]
-        others = [blank for blank, _ in self._UNKNOWN[kind] if blank != known][:1]
-        return ((known, self._ASKED), *((blank, 0.95 - self._ASKED) for blank in others))
-
-    def _with_indent(self, blank: bytes, prob: float, kind: str, bare: bytes) -> list[tuple[bytes, float]]:
-        """Return whitespace with the spaces of its line, which are those of the line before or a level more or less."""
-        if blank != _LINE or kind == "mark":
-            return [(blank, prob)]
-        line = bare[bare.rfind(_LINE) + 1 :]
-        width, sign = len(line) - len(line.lstrip(b" ")), {"open": 1, "close": -1}.get(kind, 0)
-        units = (2, 4) if self._unit is None and sign else (self._unit or 0,)
-        return [(blank + b" " * max(width + sign * unit, 0), prob / len(units)) for unit in units]
-
-
-def _kind(last: int, after: int) -> str:
-    """Return the kind of a place between two bytes."""
-    if MARK in (last, after):
-        return "mark"
-    if after in b":,":
-        return "none"
-    if last in _OPENERS:
-        return "none" if after in _CLOSERS else "open"
-    if after in _CLOSERS:
-        return "close"
-    return "comma" if last == ord(",") else "colon" if last == ord(":") else "none"
-
-
-def _ends_in_mark(text: bytes) -> bool:
-    return text.endswith(b"]") and re.search(rb"\xff\[\d+\]$", text[-16:]) is not None
+    def _continuation(self, text: bytes, places: Sequence[_Place], *, is_end: bool) -> Continuation:
+        tokens = self._names.tokens_of(text)
+        tokens = self._style.habits.split(self._names, tokens, is_behind=ends_in_mark(self._before))
+        probs, copied, end, passed = [], [], 0, 0
+        for token in tokens:
+            end += len(self._names.bytes_of((token,)))
+            prob, is_copied = _SPLIT, bool(passed) and places[passed - 1].is_copied
+            while passed < len(places) and places[passed].start < end:
+                prob *= places[passed].prob
+                is_copied = is_copied or places[passed].is_copied
+                passed += 1
+            probs.append(prob)
+            copied.append(is_copied)
+        if probs and not is_end:
+            probs[-1] *= _CUT
+        return Continuation(tokens, tuple(probs), tuple(copied))

@@ -152,6 +152,17 @@ class Grammar:
         with self._timed(is_guess=True):
             return self._matcher.compute_ff_bytes() if self._go(tuple(path)) else b""
 
+    def num_legal(self, path: Sequence[int]) -> int:
+        """Return how many tokens of a path are legal before the first illegal one; all if that is unknown."""
+        if self._has_ended or self.is_lost or not self._may_guess:
+            return len(path)
+        with self._timed(is_guess=True):
+            if not self._go(()):
+                return len(path)
+            ended = [self._end_bit if token in self._eos_token_ids else token for token in path]
+            count: int = self._matcher.validate_tokens(ended)
+            return count
+
     def advance(self, token: int) -> None:
         """Add a generated token to the output. After an illegal token nothing is legal."""
         self._has_ended = self.is_finished or (token in self._eos_token_ids and self._is_legal((), token))

@@ -25,7 +25,7 @@ class TokenText:
     """
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int, ends: Iterable[int]) -> None:
-        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, frozenset(ends)
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, tuple(ends)
 
     def tokens_of(self, text: bytes) -> tuple[int, ...]:
         """Return the tokens of a text as its tokenizer splits it; a special token cut off at its end is left out."""
@@ -47,6 +47,11 @@ class TokenText:
         is_legal = (legal[tokens // 8] >> (tokens % 8) & 1).nonzero()[0]
         return [texts[i] for i in is_legal.tolist()]
 
+    def ends(self, legal: _Bits) -> list[int]:
+        """Return the legal tokens that end a text."""
+        ends = [token for token in self._ends if token in self._specials and token < self._vocab_size]
+        return [token for token in ends if legal[token // 8] >> (token % 8) & 1]
+
     def _bytes(self, token: int) -> bytes:
         return self._tokenizer.decode_bytes([token]) if 0 <= token < self._vocab_size else b""
 
@@ -63,7 +68,7 @@ class TokenText:
             tokens = self._tokenizer.tokenize_bytes(bytes([byte]))
             if len(tokens) == 1 and tokens[0] < self._vocab_size and self._bytes(tokens[0]) == bytes([byte]):
                 starts[tokens[0]] = bytes([byte])
-        for token in sorted(self._specials - self._ends):
+        for token in sorted(self._specials.difference(self._ends)):
             if token < self._vocab_size:
                 starts[token] = _special(token)
         return np.array(list(starts), dtype=np.int64), list(starts.values())

@@ -10,13 +10,14 @@ parallelism); what they draft does not depend on where they run.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from specinfer.core.lookups import AUTOMATIC, is_model
+from specinfer.core.lookups import AUTOMATIC, GRAMMAR, is_model
 from specinfer.core.request import Request, Span
 from specinfer.core.rules import is_random
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.drafters.base import Drafter
 from specinfer.drafters.growth.calibration import Calibration
 from specinfer.drafters.kind import draft_kind
+from specinfer.drafters.lookup.grammar import legal_part
 from specinfer.drafters.merge.budget_split import BudgetSplit
 from specinfer.drafters.merge.guarded import MAX_FAILURES, GuardedDrafter
 from specinfer.drafters.merge.need import is_worth_asking
@@ -126,6 +127,7 @@ class MergedDrafter:
             shares = self._share(group, later, spans, budgets, num_left)
             drafts = {i: self._guarded[i].launch(spans, shares[i]) for i in reversed(shares)}
             trees = {i: self._guarded[i].collect(drafts[i], spans, shares[i]) for i in shares}
+            trees = {i: self._legal(i, spans, grown) for i, grown in trees.items()}
             num_left = [left - sum(of[k].num_guessed for of in trees.values()) for k, left in enumerate(num_left)]
             drafted |= trees
             if self.selection is not None:
@@ -134,6 +136,12 @@ class MergedDrafter:
             if not later:
                 self.num_model_levels = _depths(trees, shares) or [0] * len(spans)
         return self._merge(spans, drafted, budgets)
+
+    def _legal(self, i: int, spans: Sequence[Span], trees: list[TokenTree]) -> list[TokenTree]:
+        """Return trees without what grammars forbid, which models and grammars never draft."""
+        if not self._guarded[i].is_lookup or self._guarded[i].name == GRAMMAR:
+            return trees
+        return [legal_part(span.request, tree) for span, tree in zip(spans, trees, strict=True)]
 
     def _settle(
         self,
