@@ -45,6 +45,14 @@ def test_products_launch_after_the_kernel_before_and_parts_are_added_by_more() -
     assert costs().launches() == pytest.approx(32 * (6 * SOON + 7 * LATE))
 
 
+def test_changes_of_the_step_change_it_here_too() -> None:
+    design = StepDesign(batch_invariant=True)
+    usual, fewer = (
+        StepCosts(H200, SHAPE, None, 1024, replace(design, layer_kernels=count)).of_batch(1).target for count in (10, 4)
+    )
+    assert float(usual(1)) - float(fewer(1)) == pytest.approx(32 * 6 * design.layer_kernel_seconds)
+
+
 def test_rows_fill_whole_tiles() -> None:
     assert costs().padded(np.array([1.0, 64.0, 65.0])).tolist() == [64, 64, 128]
 

@@ -89,9 +89,9 @@ class InvarianceCosts:
     def launches(self) -> float:
         """Return the seconds of all kernels of the layers, apart from their reading and computing."""
         adding = sum(parts > 1 for parts in self.parts)
-        waiting = self.order.waiting_kernels + adding
+        waiting = min(self.order.waiting_kernels, self.order.layer_kernels)
         soon, late = self.kernel_seconds
-        return self.shape.num_layers * ((self.order.layer_kernels - self.order.waiting_kernels) * soon + waiting * late)
+        return self.shape.num_layers * ((self.order.layer_kernels - waiting) * soon + (waiting + adding) * late)
 
     def padded(self, num_rows: Floats) -> Floats:
         """Return the rows that products compute."""
