@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specinfer.ops.cpu.recurrence import ConvolutionCall, Decays, HeadSizes, RecurrenceCall
+from specinfer.ops.fixed_order import fixed_order
 from specinfer.ops.float8 import LEVELS
 from specinfer.ops.kv_types import FLOAT8
 from specinfer.ops.quantized_weight import NEST, QuantizedWeight
@@ -20,6 +21,7 @@ from specinfer.ops.triton.low_rank import add_low_rank
 from specinfer.ops.triton.norm import add_norm
 from specinfer.ops.triton.recurrence import convolve, recur
 from specinfer.ops.triton.rotary import rotate_and_store
+from specinfer.ops.triton.row_sum import row_sum
 from specinfer.ops.triton.store import store
 from specinfer.ops.triton.weights import widen
 
@@ -84,6 +86,8 @@ def layer_cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "product of 1 output", _product(torch.bfloat16, "int8", 1, has_float8, outputs=1)
     for rows in (1, 32, 64) if arch // 10 == few_rows.COMPUTE_CAPABILITY_MAJOR else ():
         yield f"few rows, {rows}", _few_rows(rows)
+    for dtype in _DTYPES:
+        yield f"in order {str(dtype)[6:]}", partial(_in_order, dtype, has_float8[0])
     for kind in _ROUTED:
         for tokens in (1, 512):
             yield f"routed product {kind}, {tokens} tokens", _routed_product(kind, tokens, has_float8[0])
@@ -155,6 +159,17 @@ def _product(
         return products.product(x, weight, has_float8=has_float8[0], parts=1)
 
     return call
+
+
+def _in_order(dtype: torch.dtype, has_float8: bool) -> None:
+    """Call products in a fixed order: with numbers, codes and experts of numbers; and sums of rows."""
+    x, weight = _empty(64, 4096, dtype=dtype), _empty(6144, 4096, dtype=dtype)
+    routes = Routes.from_experts(_empty(64, 8, dtype=torch.int64), 8, dtype)
+    with fixed_order():
+        products.product(x, weight, has_float8=has_float8)
+        products.product(x, _weight("int4", 6144, 4096), has_float8=has_float8)
+        products.routed_product(x, weight, routes, 8, has_float8=has_float8)
+        row_sum(x)
 
 
 def _routed_product(kind: str, tokens: int, has_float8: bool) -> Callable[[], object]:

@@ -48,6 +48,7 @@ from specinfer.ops.triton.commit import commit
 from specinfer.ops.triton.compilation import compiling
 from specinfer.ops.triton.draft import best_tree, keep_drafted, mark_ancestors, merge_guesses, next_frontier
 from specinfer.ops.triton.drawn import draw_candidates
+from specinfer.ops.triton.fixed_attention import attend_in_order
 from specinfer.ops.triton.multi_step import walk_multi_step
 from specinfer.ops.triton.store import store
 from specinfer.ops.triton.traversal import walk_traversal
@@ -110,6 +111,25 @@ def attention_cases(arch: int) -> Iterator[Case]:
         for requests, max_new in ((1, 1), (8, 64)):
             yield _attention_case(arch, name, requests, max_new, dim, dtype, pool=pool)
         yield _attention_case(arch, f"{name} chain", 1, 2048, dim, dtype, is_chain=True, pool=pool)
+
+
+def fixed_attention_cases(arch: int) -> Iterator[Case]:
+    """Attention in a fixed order: trees, and chains in parts and folded."""
+    types = [(dim, dtype, None) for dim, dtype in ((64, _HALF), (128, _HALF), (256, _HALF), (512, _HALF), (128, _FULL))]
+    for dim, dtype, pool in (*types, *FLOAT8_CASES[:2]):
+        for requests, max_new, is_chain, is_split in (
+            (1, 64, False, True), (8, 64, False, False), (1, 1, True, True), (1, 2048, True, False),
+        ):  # fmt: skip
+            layout = _layout(requests, max_new, is_chain=is_chain)
+            query = _empty(requests * max_new, 32, dim, dtype=dtype)
+            keys, values = (_empty(_SLOTS, 8, dim, dtype=pool or dtype) for _ in range(2))
+            features: dict[str, Any] = dict.fromkeys(("window", "softcap", "sinks", "key_bias"))
+            call = partial(
+                attend_in_order, query, keys, values, query, layout, features | {"scale": 0.1, "value_scale": 1.0},
+                DEVICES[arch], has_float8=arch >= 89, is_split=is_split,
+            )  # fmt: skip
+            name = f"attend in order {dim} {str(pool or dtype)[6:]}, {requests} x {max_new}"
+            yield f"{name}{' chain' * is_chain}{' parts' * is_split}", call
 
 
 def _attention_case(
@@ -311,7 +331,7 @@ def main() -> None:
         if Path(triton.__file__).parent.parent == installed(options.triton):
             sys.exit(f"what pip installs as Triton {options.triton} says that it is {triton.__version__}")
         sys.exit(run_with(options.triton))
-    cases = [*attention_cases(options.arch), *step_cases(), *draft_cases()]
+    cases = [*attention_cases(options.arch), *fixed_attention_cases(options.arch), *step_cases(), *draft_cases()]
     cases += [*layer_cases(options.arch), *recurrence_cases()]
     wanted = [case for case in cases if not options.kernels or case[0].startswith(tuple(options.kernels))]
     if unknown := [name for name in options.kernels if not any(case[0].startswith(name) for case in cases)]:

@@ -86,20 +86,28 @@ def gated_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return gate(functional.linear(rows, weight, bias))
 
 
+def row_sum(x: Tensor) -> Tensor:
+    return x.float().sum(1)
+
+
 def routed_product(
-    rows: Tensor, weight: QuantizedWeight, routes: Routes, each: int, bias: Tensor | None = None
+    rows: Tensor, weight: QuantizedWeight | Tensor, routes: Routes, each: int, bias: Tensor | None = None
 ) -> Tensor:
-    outputs = weight.out_features // routes.num_experts
+    outputs = (len(weight) if isinstance(weight, Tensor) else weight.out_features) // routes.num_experts
     result = rows.new_zeros(routes.num_pairs, outputs)
     for expert, block in zip(routes.experts.tolist(), routes.pairs.view(-1, routes.size), strict=True):
         if expert < routes.num_experts:
             pairs, part = block[block < routes.num_pairs], slice(expert * outputs, (expert + 1) * outputs)
-            result[pairs] = product(rows[pairs // each], weight.part(part), None if bias is None else bias[part])
+            own = weight[part] if isinstance(weight, Tensor) else weight.part(part)
+            result[pairs] = product(rows[pairs // each], own, None if bias is None else bias[part])
     return result
 
 
-def product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    result = functional.linear(rows, dequantize(weight, rows.dtype), bias)
+def product(
+    rows: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    wide = weight if isinstance(weight, Tensor) else dequantize(weight, rows.dtype)
+    result = functional.linear(rows, wide, bias)
     return result if out is None else out.copy_(result)
 
 

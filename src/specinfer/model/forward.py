@@ -1,7 +1,7 @@
 """One pass through a model, or through one pipeline stage of it, for all kinds of decoders."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from specinfer.model.adapters.hooks import adapting
 from specinfer.model.batch import AttentionGroup, ForwardBatch
 from specinfer.model.families import REPLACED
+from specinfer.model.fixed_passes import in_order_of
 from specinfer.model.heads.head import FeatureHead
 from specinfer.model.kv_tensors import put_rows
 from specinfer.model.layers.device import Decoder
@@ -40,6 +41,12 @@ def forward(
     Returns:
         The logits, or for a stage that is not the last: [tokens, width] hidden states after its last layer.
     """
+    # Checks at load compare with passes without a layout, whose attention is PyTorch's.
+    with nullcontext() if batch.layout is None else in_order_of(model):
+        return _forward(model, batch, hidden, watch)
+
+
+def _forward(model: nn.Module, batch: ForwardBatch, hidden: Tensor | None, watch: Watch | None) -> Tensor:
     if batch.store.taps and watch is None and not isinstance(model, FeatureHead):
         watch = _Tapping(batch)
     if isinstance(model, Decoder | FeatureHead):

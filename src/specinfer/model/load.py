@@ -24,7 +24,7 @@ from specinfer.model.definition import check_architecture, load_config
 from specinfer.model.device import check_gpu, warn_of_slow_type
 from specinfer.model.folder import sampling_defaults
 from specinfer.model.gguf.folder import origin_of
-from specinfer.model.invariance import check_can_be_invariant, check_is_invariant
+from specinfer.model.invariance import check_can_be_invariant, make_invariant
 from specinfer.model.kv_tensors import LayerShape, TapShape
 from specinfer.model.layers.device import DeviceDecoder, DeviceLayers, can_fuse_on_device
 from specinfer.model.layers.fused import FusedDecoder
@@ -208,7 +208,7 @@ def load_model(
         check_can_be_invariant(job)
     loaded = _load(job, progress)
     if batch_invariant:
-        check_is_invariant(loaded)
+        make_invariant(loaded)
     return replace(loaded, batch_invariant=batch_invariant)
 
 

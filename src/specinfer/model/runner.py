@@ -8,8 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
 from specinfer.model.batch import Piece, pack
+from specinfer.model.fixed_passes import has_fixed_order
 from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.check import capture_usual_sizes, make_graph_runner
@@ -119,6 +121,7 @@ class ModelRunner:
         self.max_requests = max_requests
         self._why_unpadded: str | None = None
         self.padded = self._make_padded()
+        self._check_order()
 
     @property
     def compute_path(self) -> str:
@@ -145,6 +148,10 @@ class ModelRunner:
         self._why_unpadded = made if isinstance(made, str) else None
         return None if isinstance(made, str) else made
 
+    def _check_order(self) -> None:
+        if self.padded is None:
+            check_order(self.loaded, self.why_not_captured)
+
     @property
     def why_not_captured(self) -> str | None:
         if self.padded is not None:
@@ -166,6 +173,7 @@ class ModelRunner:
             self._why_unpadded = capture_usual_sizes(self.padded, progress)
         if self._why_unpadded is not None:
             self.padded = None
+            self._check_order()
 
     def adapter_rows(self, lora_indices: Tensor | None, width: int) -> AdapterRows | None:
         """Return the adapters of the rows of a pass of fixed shapes, or None if it has none.
@@ -208,9 +216,23 @@ def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hi
     """Run one pass over these pieces, and return what `forward` returns for the model or for this rank's stage."""
     # The shape of a pass changes the last bit of PyTorch's attention sums. Where activations are then rounded to 8
     # bits, one bit may become a whole step. Sums in double, rounded to the model's type, do not differ.
+    check_order(loaded, "this pass has no fixed shapes")
     in_double = loaded.is_quantized and loaded.device.type == "cpu"
     batch = pack(pieces, tensors, loaded.device, native=loaded.native, in_double=in_double)
     return forward(loaded.model, batch, hidden)
+
+
+def check_order(loaded: LoadedModel, why: str | None) -> None:
+    """Raise `ModelError` if passes of the model must have a fixed order, which unpadded ones have not.
+
+    Args:
+        why: The reason why they are not padded.
+    """
+    if has_fixed_order(loaded.model):
+        raise ModelError(
+            f"batch_invariant: this model has no passes of one order of sums: {why}; leave enforce_eager or "
+            "batch_invariant out, or use another model (docs/verification.md has those that can be)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from specinfer.ops.fixed_order import is_fixed
 from specinfer.ops.kernels import operations
 from specinfer.ops.quantized_weight import QuantizedWeight
 
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
     from specinfer.ops.triton.product import product, product_of_many, routed_product
     from specinfer.ops.triton.recurrence import convolve, recur
     from specinfer.ops.triton.rotary import rotate_and_store
+    from specinfer.ops.triton.row_sum import row_sum
 
 __all__ = [
     "OPERATIONS", "add_low_rank", "add_norm", "convolve", "few_rows_product", "gate", "gated_product",
     "has_few_rows_kernel", "product", "product_of_many", "quantized_product", "recur", "rotate_and_store",
-    "rotation_table", "routed_product", "sum_parts",
+    "rotation_table", "routed_product", "row_sum", "sum_parts",
 ]  # fmt: skip
 
 # Up to this many rows, codes are widened in registers, again for every 64 rows. For more rows they are widened once.
@@ -41,13 +43,14 @@ OPERATIONS = {
     "product_of_many": "product",
     "routed_product": "product",
     "add_low_rank": "low_rank",
+    "row_sum": "row_sum",
 }
 globals().update(operations(OPERATIONS))
 
 
 def has_few_rows_kernel(rows: Tensor, linear: nn.Module) -> bool:
     """Return whether `few_rows_product` and `gated_product` have a kernel for a linear layer with these inputs."""
-    if type(linear) is not nn.Linear or not rows.is_cuda:
+    if type(linear) is not nn.Linear or not rows.is_cuda or is_fixed():
         return False
     from specinfer.ops.triton import few_rows
 
@@ -56,7 +59,7 @@ def has_few_rows_kernel(rows: Tensor, linear: nn.Module) -> bool:
 
 def quantized_product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """Return [rows, outputs] products with quantized weights; arguments as for `product`."""
-    multiply = product if len(rows) <= MAX_ROWS else product_of_many
+    multiply = product if len(rows) <= MAX_ROWS or is_fixed() else product_of_many
     result: Tensor = multiply(rows, weight, bias)
     return result
 

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specinfer.ops.fixed_order import is_fixed
+
 BLOCKS = (16, 32, 64)  # rows of a program
+_FIXED_OF_CODES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,13 @@ class Routes:
         return cls(pairs, torch.searchsorted(ends, first, right=True), size, len(flat), num_experts)
 
 
-def block_of(rows: int, dtype: torch.dtype) -> int:
-    """Return the rows of a program, for so many rows with the same weights."""
+def block_of(rows: int, dtype: torch.dtype, *, is_codes: bool = True) -> int:
+    """Return the rows of a program, for so many rows with the same weights.
+
+    In a fixed order it is the same for any number of rows. Codes are widened once for each block of rows, but few rows
+    must not wait for the products of many, so those of codes have fewer rows.
+    """
     sizes = BLOCKS[:-1] if dtype == torch.float32 else BLOCKS  # sums of 64 rows of float32 do not fit into registers
+    if is_fixed():
+        return _FIXED_OF_CODES if is_codes else sizes[-1]
     return next((size for size in sizes if rows <= size), sizes[-1])

@@ -15,7 +15,7 @@ from specinfer.model.kv_cache import Slots
 from specinfer.model.kv_tensors import KVTensors, TapShape, put_rows
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import kept_states
-from specinfer.model.runner import compute
+from specinfer.model.runner import check_order, compute
 from specinfer.model.sharding.stage import received
 from specinfer.ops.triton import on_device
 from specinfer.parallel.group import Group
@@ -107,6 +107,8 @@ class ShardRunner:
         can_pad = group.all_gather(torch.tensor([why is None], device=self.loaded.device))
         self._why_unpadded = why or (None if all(map(bool, can_pad)) else "another rank cannot pad its passes")
         self._padded = made if self._why_unpadded is None and not isinstance(made, str) else None
+        if self._padded is None:
+            check_order(self.loaded, self._why_unpadded)
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece], model: int = 0) -> Tensor:

@@ -12,41 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specinfer.ops.fixed_order import is_fixed
 from specinfer.ops.tree_layout import TreeLayout
 from specinfer.ops.triton.blocks import MAX_SPLITS, Blocks, choose_blocks, device_of, padded
 from specinfer.ops.triton.dependent_launch import launch_options, wait_for_inputs
-from specinfer.ops.triton.float8 import AS_STORED, as_stored, has_float8_instructions, kind_of, widened
+from specinfer.ops.triton.fixed_attention import attend_in_order
+from specinfer.ops.triton.float8 import AS_STORED, as_stored, has_float8_instructions, kind_of
+from specinfer.ops.triton.fold import LOG2E, fold
 
 # With this many, Triton loads slots two iterations ahead of the product, keys and values one.
 _STAGES = 5
 _LEAST_KEYS = tl.constexpr(128)  # of a split: with fewer, combining the splits takes longer than reading the keys
-_LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _fold(
-    q, slots, valid, seen, bias, scale, m, total, acc,
-    keys, values, stride_key, stride_value, key_dims, value_dims,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
-    KIND: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Fold one block of keys and values into the running softmax; scores are in powers of 2."""
-    at = slots.to(tl.int64)[:, None]
-    k = tl.load(keys + at * stride_key + key_dims[None, :], valid[:, None] & (key_dims < KEY_DIM)[None, :], other=0)
-    v = tl.load(
-        values + at * stride_value + value_dims[None, :], valid[:, None] & (value_dims < VALUE_DIM)[None, :], other=0
-    )
-    k, v = widened(k, q.dtype, KIND, NATIVE), widened(v, q.dtype, KIND, NATIVE)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if SOFTCAP > 0:
-        scores = SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1)
-    scores = tl.where(seen, (scores + bias) * _LOG2E, float("-inf"))
-    highest = tl.maximum(m, tl.max(scores, 1))
-    base = tl.where(highest == float("-inf"), 0.0, highest)  # a row that sees nothing yet
-    weights = tl.exp2(scores - base[:, None])
-    factor = tl.exp2(m - base)
-    acc = acc * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return highest, total * factor + tl.sum(weights, 1), acc
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_tokens", "splits"])
@@ -118,7 +94,7 @@ def attend_program(
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if HAS_SINKS and split == 0:
-        m = tl.load(sinks + head).to(tl.float32) * _LOG2E
+        m = tl.load(sinks + head).to(tl.float32) * LOG2E
         total += 1.0
     acc = tl.zeros((ROWS, BLOCK_VALUE), tl.float32)
     keys += kv_head * stride_key_head
@@ -134,7 +110,7 @@ def attend_program(
         bias = tl.zeros((1, 1), tl.float32)
         if HAS_BIAS:
             bias = tl.load(key_bias + head[:, None] * stride_bias + number[None, :], seen, other=0.0)
-        m, total, acc = _fold(
+        m, total, acc = fold(
             q, slots, valid, seen, bias, scale, m, total, acc,
             keys, values, stride_key, stride_value, key_dims, value_dims, KEY_DIM, VALUE_DIM, SOFTCAP,
             KIND, NATIVE,
@@ -159,7 +135,7 @@ def attend_program(
                 seen &= position[:, None] - key_position[None, :] < WINDOW
             if HAS_BIAS:
                 bias = tl.load(key_bias + head[:, None] * stride_bias + key_position[None, :], seen, other=0.0)
-        m, total, acc = _fold(
+        m, total, acc = fold(
             q, slots, valid, seen, bias, scale, m, total, acc,
             keys, values, stride_key, stride_value, key_dims, value_dims, KEY_DIM, VALUE_DIM, SOFTCAP,
             KIND, NATIVE,
@@ -247,15 +223,20 @@ def attend(
     assert tokens == layout.num_tokens
     assert query.stride(2) == keys.stride(2) == values.stride(2) == 1
     has_float8 = has_float8_instructions(query.device) if has_float8 is None else has_float8
+    device = device_of(query.device)
+    if out is None:
+        out = query.new_empty((tokens, heads, value_dim))
+    assert out.stride(2) == 1
+    if is_fixed():
+        features = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "key_bias": key_bias}
+        return attend_in_order(
+            query, keys, values, out, layout, features | {"value_scale": value_scale}, device, has_float8=has_float8
+        )
     if blocks is None:
-        device = device_of(query.device)
         itemsize, by_bits = keys.element_size(), False
         if itemsize == 1:
             itemsize, by_bits = query.element_size(), not has_float8
         blocks = choose_blocks(layout, heads, kv_heads, key_dim, value_dim, itemsize, device, by_bits=by_bits)
-    if out is None:
-        out = query.new_empty((tokens, heads, value_dim))
-    assert out.stride(2) == 1
     parts = out
     if blocks.splits > 1:
         size = blocks.splits * tokens * heads * (value_dim + 1)

@@ -9,7 +9,7 @@ import triton
 from specinfer.ops.tree_layout import TreeLayout
 
 MAX_SPLITS = 32
-_MAX_TILE_BYTES = 96 * 1024  # two programs then fit into a multiprocessor of Hopper
+MAX_TILE_BYTES = 96 * 1024  # two programs then fit into a multiprocessor of Hopper
 _GRAPHICS_CARD_BYTES = 99 * 1024  # of shared memory for a program; an A100 has 163 KB
 
 
@@ -56,7 +56,7 @@ def choose_blocks(
     most_rows = min(most_rows, 32) if is_wide else most_rows
     rows = min(max(triton.next_power_of_2(num_rows), 16), most_rows)
     keys = 32 if itemsize > 2 or (rows == 128 and not layout.is_chain) else 64
-    while keys > 16 and 2 * keys * per_key > min(_MAX_TILE_BYTES, device.shared_bytes // 2):
+    while keys > 16 and 2 * keys * per_key > min(MAX_TILE_BYTES, device.shared_bytes // 2):
         keys //= 2
     programs = triton.cdiv(num_rows, rows) * layout.num_requests * kv_heads
     most_splits = min(MAX_SPLITS, (layout.slot_table.shape[1] + layout.node_slots.shape[1]) // (2 * keys))

@@ -6,6 +6,10 @@ number is added to all weights of a group, it is multiplied by the sum of the gr
 Small layers are split along their inputs too, so that the whole device reads. A second launch sums the parts, always in
 the same order. How a layer is split does not depend on the rows. For many rows, weights are widened once, in memory,
 and PyTorch multiplies.
+
+Order of sums: an output of a row is the sum of parts, one after the other, and a part that of steps. Both are chosen by
+the shape of the weights. Within a step, the instruction that multiplies the tile decides; in a `fixed_order`, tiles
+have the same number of rows for any number of rows, so it is always the same one. Then weights may also be no codes.
 """
 
 from functools import cache
@@ -16,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from specinfer.ops.fixed_order import is_fixed
 from specinfer.ops.quantized_weight import QuantizedWeight
 from specinfer.ops.routes import BLOCKS, Routes, block_of
 from specinfer.ops.triton.float8 import has_float8_instructions
@@ -23,6 +28,7 @@ from specinfer.ops.triton.weights import (
     HALVES,
     LEVELS,
     NO_OFFSET,
+    NUMBERS,
     has_one_scale,
     load_groups,
     load_numbers,
@@ -33,6 +39,7 @@ from specinfer.ops.triton.weights import (
 _LEAST_BYTES = 16  # of a piece: inputs of a product of tensor cores
 _STEP_BYTES = 64  # of an output, in a step: two sectors of memory, in copies of 16 bytes
 _WHOLE_STEP = 128  # inputs of a step where all inputs share a scale
+_STEP_OF_NUMBERS = 64  # inputs of a step with weights that are no codes
 _OUTPUTS = 64  # outputs of a program with at most 16 rows; with more rows twice as many
 _PROGRAMS = 264  # fewest, if there are enough inputs: two per multiprocessor of a large GPU
 _LEAST_STEPS = 4  # of a program
@@ -49,7 +56,7 @@ def _piece(block, PIECES: tl.constexpr, INDEX: tl.constexpr):
     return block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def product_program(
     rows, codes, scales, offsets, nest, levels, bias, out, pairs, experts, num_experts,
     num_rows, inputs, outputs, row_bytes, num_groups, num_steps, steps_each,
@@ -121,7 +128,7 @@ def product_program(
                     total += _piece(offset, PIECES, index) * tl.sum(x.to(tl.float32), axis=0)[None, :]
             else:
                 total = tl.dot(values, x, total, input_precision=PRECISION)
-    if GROUP == 0:
+    if (KIND != NUMBERS) & (GROUP == 0):
         total *= tl.load(scales + of_output, mask=has_output, other=0.0)[:, None]
     to = row[None, :].to(tl.int64) * outputs + output[:, None]
     inside = has_output[:, None] & has_row[None, :]
@@ -150,11 +157,13 @@ def add_parts_program(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def step_of(weight: QuantizedWeight) -> tuple[int, int]:
+def step_of(weight: QuantizedWeight | Tensor) -> tuple[int, int]:
     """Return the inputs of a step of a program, and the pieces that they are multiplied in.
 
     A piece is a group, or several small ones of 4 bits. A step has as many as make `_STEP_BYTES` of an output's codes.
     """
+    if isinstance(weight, Tensor):
+        return _STEP_OF_NUMBERS, 1
     if has_one_scale(weight):
         return _WHOLE_STEP, 1
     in_byte = 2 if weight.is_packed else 1
@@ -186,7 +195,7 @@ def num_parts(inputs: int, outputs: int, step: int) -> int:
 
 def product(
     rows: Tensor,
-    weight: QuantizedWeight,
+    weight: QuantizedWeight | Tensor,
     bias: Tensor | None = None,
     out: Tensor | None = None,
     *,
@@ -197,14 +206,15 @@ def product(
 
     Args:
         rows: [rows, inputs] float32, bfloat16 or float16, contiguous.
-        weight: Weights, of 4 bits packed, of 5 and 6 bits with one code in a byte.
+        weight: Weights, of 4 bits packed, of 5 and 6 bits with one code in a byte; or [outputs, inputs] of the type of
+            rows.
         bias: [outputs].
         parts: Number of parts that inputs are split into, or None for `num_parts`.
         has_float8: Whether the device has instructions for e4m3, or None to detect it.
     """
     assert rows.is_contiguous()
     num_rows, inputs = rows.shape
-    outputs, row_bytes = weight.codes.shape
+    (outputs, row_bytes), num_groups = _sizes_of(weight)
     result = rows.new_empty(num_rows, outputs) if out is None else out
     if not num_rows:
         return result
@@ -213,17 +223,17 @@ def product(
     has_float8 = has_float8_instructions(rows.device) if has_float8 is None else has_float8
     num_steps = -(-inputs // step)
     summed = result if parts == 1 else rows.new_empty(parts, num_rows, outputs, dtype=torch.float32)
-    block = block_of(num_rows, rows.dtype)
+    block = block_of(num_rows, rows.dtype, is_codes=isinstance(weight, QuantizedWeight))
     together, stages = _sizes(rows.dtype, block)
     given = rows if bias is None else bias
     stored, constants = stored_arguments(weight)
     product_program[(triton.cdiv(num_rows, block), triton.cdiv(outputs, together), parts)](
         rows, *stored, given, summed, rows, rows, 0,
-        num_rows, inputs, outputs, row_bytes, weight.scales.shape[1], num_steps, -(-num_steps // parts),
+        num_rows, inputs, outputs, row_bytes, num_groups, num_steps, -(-num_steps // parts),
         **constants, NATIVE=has_float8, IN_FOURS=in_fours(rows), STEP=step // pieces, PIECES=pieces,
         HAS_BIAS=bias is not None, IS_PART=parts > 1, ROWS=block, OUTPUTS=together, PRECISION="ieee",
         num_warps=together // 16, num_stages=stages,
-        enable_fp_fusion=True,
+        enable_fp_fusion=not is_fixed(),
     )  # fmt: skip
     if parts > 1:
         size = num_rows * outputs
@@ -244,7 +254,7 @@ def product(
 
 def routed_product(
     rows: Tensor,
-    weight: QuantizedWeight,
+    weight: QuantizedWeight | Tensor,
     routes: Routes,
     each: int,
     bias: Tensor | None = None,
@@ -261,8 +271,8 @@ def routed_product(
         has_float8: As for `product`.
     """
     assert rows.is_contiguous()
-    row_bytes, inputs = weight.codes.shape[1], rows.shape[1]
-    outputs = weight.out_features // routes.num_experts
+    ((of_all, row_bytes), num_groups), inputs = _sizes_of(weight), rows.shape[1]
+    outputs = of_all // routes.num_experts
     result = rows.new_zeros(routes.num_pairs, outputs)
     step, pieces = step_of(weight)
     has_float8 = has_float8_instructions(rows.device) if has_float8 is None else has_float8
@@ -271,13 +281,18 @@ def routed_product(
     stored, constants = stored_arguments(weight)
     product_program[(len(routes.experts), triton.cdiv(outputs, together), 1)](
         rows, *stored, rows if bias is None else bias, result, routes.pairs, routes.experts, routes.num_experts,
-        routes.num_pairs, inputs, outputs, row_bytes, weight.scales.shape[1], num_steps, num_steps,
+        routes.num_pairs, inputs, outputs, row_bytes, num_groups, num_steps, num_steps,
         **constants, NATIVE=has_float8, IN_FOURS=in_fours(rows), STEP=step // pieces, PIECES=pieces,
         HAS_BIAS=bias is not None, IS_PART=False, ROWS=routes.size, OUTPUTS=together, PRECISION="ieee", EACH=each,
         num_warps=together // 16, num_stages=stages,
-        enable_fp_fusion=True,
+        enable_fp_fusion=not is_fixed(),
     )  # fmt: skip
     return result
+
+
+def _sizes_of(weight: QuantizedWeight | Tensor) -> tuple[torch.Size, int]:
+    """Return [outputs, bytes or numbers of a row], and the groups of a row."""
+    return (weight.shape, 0) if isinstance(weight, Tensor) else (weight.codes.shape, weight.scales.shape[1])
 
 
 def _sizes(dtype: torch.dtype, block: int) -> tuple[int, int]:

@@ -10,8 +10,9 @@ from torch import Tensor
 from specinfer.ops.quantized_weight import NEST, QuantizedWeight
 from specinfer.ops.triton.float8 import has_float8_instructions, widen_e4m3
 
-# Kinds of codes, see `QuantizedWeight`: whole numbers of a byte, or of half a byte, levels of half a byte, and e4m3.
-BYTES, HALVES, LEVELS, FLOAT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+# Kinds of codes, see `QuantizedWeight`: whole numbers of a byte, or of half a byte, levels of half a byte, and e4m3;
+# and weights that are no codes, in the type of the rows.
+BYTES, HALVES, LEVELS, FLOAT8, NUMBERS = (tl.constexpr(kind) for kind in range(5))
 NO_OFFSET, ADDED, ZEROS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is added to a group's weights
 _BYTES = 1024  # of a program that widens
 
@@ -28,6 +29,8 @@ def load_numbers(codes, levels, DTYPE: tl.constexpr, KIND: tl.constexpr, ZERO: t
 @triton.jit
 def _numbers(codes, levels, DTYPE: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, NATIVE: tl.constexpr):
     """Return the numbers that codes of one kind stand for, one of each code."""
+    if KIND == NUMBERS:
+        return codes
     if KIND == FLOAT8:
         return widen_e4m3(codes, DTYPE, NATIVE)
     if KIND == LEVELS:
@@ -118,8 +121,12 @@ def has_one_scale(weight: QuantizedWeight) -> bool:
     return weight.is_float and weight.scales.shape[1] == 1
 
 
-def stored_arguments(weight: QuantizedWeight) -> tuple[tuple[Any, ...], dict[str, int]]:
+def stored_arguments(weight: QuantizedWeight | Tensor) -> tuple[tuple[Any, ...], dict[str, int]]:
     """Return the arguments of a kernel that describe weights: tensors, and constants."""
+    if isinstance(weight, Tensor):
+        assert weight.is_contiguous()
+        constants = {"KIND": NUMBERS.value, "ZERO": 0, "GROUP": 0, "OFFSET": NO_OFFSET.value, "NESTED": 0, "IN_NEST": 1}
+        return (weight,) * 5, constants
     offsets = weight.zeros if weight.added is None else weight.added
     given = (weight.scales, offsets, weight.nest, None if weight.is_float else weight.levels)
     assert weight.codes.is_contiguous()
