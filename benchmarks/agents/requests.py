@@ -1,6 +1,6 @@
 """Requests of agent work, one JSON object a line in a file for each kind, read as the server reads them.
 
-They were written for measurements; nothing is trained or tuned on them. A request has the fields that programs send:
+They were written for measurements; nothing is trained on them. A request has the fields that programs send:
 messages, response_format, tools, tool_choice, n, and a temperature where several answers are wanted.
 """
 

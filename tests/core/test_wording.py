@@ -1,6 +1,10 @@
 """Values that a prompt words: names that are asked for, and what is copied from a message byte by byte."""
 
+import time
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specinfer.core.grammar.wording import Wording, open_string
 
@@ -86,6 +90,29 @@ def test_no_copy_leaves_the_string() -> None:
         for text, prob in wording.copies(known):
             assert 0 < prob <= 1
             assert text == b'"' or not set(text) & set(b'"\\\n\x00')
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from([b"Ann", b" ", b'"', b"\\", b': "', b', "', b"7", b".", b"\xff[1]", b"\xc3", b"[", b"\n"]))
+)
+def test_any_text_can_be_read(parts: list[bytes]) -> None:
+    text = b"".join(parts)
+    wording = Wording(text)
+    for length in range(len(text) + 1):
+        copies = wording.copies(text[:length])
+        assert all(copy and 0 < prob <= 1 for copy, prob in copies)
+        assert min(wording.weights(text[:length], [b"A", b'"'])) >= 1.0
+
+
+@pytest.mark.parametrize("part", [b"a", b'"', b'"a" ', b"\xff[", b"a ", b'"ab", '])
+def test_hostile_prompts_take_little_time(part: bytes) -> None:
+    begun = time.process_time()
+    wording = Wording(part * 100_000)
+    for known in (b'{"a": "a', b'["' + b"a" * 96, b'["' + b"a " * 48, b'"abc", ' * 1000 + b'"a'):
+        wording.copies(known)
+        wording.weights(known, [b"a", b"b"])
+    assert time.process_time() - begun < 0.5
 
 
 def test_probabilities_of_copies_add_up_to_no_more_than_one() -> None:

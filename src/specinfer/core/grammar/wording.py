@@ -21,7 +21,8 @@ _STRINGS = re.compile(rb'"([^"\\]{3,96})"')
 _NUMBER = re.compile(rb"(?<![\w.])-?\d+(?:\.\d+)?(?![\w-])")
 _OPEN_NUMBER = re.compile(rb"[\[:,]\s*(-?\d*\.?\d*)$")
 _END_OF_WORD = b".!?:'`"  # that belong to the sentence
-_MAX_VALUE, _MAX_PLACES, _MAX_ENDS = 96, 3, 32
+_MAX_BYTES, _MAX_NAMES = 16384, 512  # of a prompt
+_MAX_VALUE, _MAX_PLACES, _MAX_TRIES, _MAX_STRINGS = 96, 3, 128, 8
 _LEAST_TAIL = 4  # bytes of the end of a value that was not copied as a whole
 _NEXT_PLACE = 0.4  # weight of a place of the prompt, of that of the place before
 _DOUBT = 0.7  # bytes
@@ -36,10 +37,10 @@ _CLOSE = 0.85  # probability that a value ends where a name or a phrase of the p
 
 
 class Wording:
-    """The words of a prompt, the last message first."""
+    """The words of a prompt, the last message first; its beginning is left out if it is long."""
 
     def __init__(self, prompt: bytes) -> None:
-        messages = [part.strip() for part in _MARKS.split(prompt)]
+        messages = [part.strip() for part in _MARKS.split(prompt[-_MAX_BYTES:])]
         self._text = b"\n\n".join(messages)
         self._lower = self._text.lower()
         self._asked = next((part for part in reversed(messages) if len(part) >= _LEAST_ASKED), b"").lower()
@@ -72,6 +73,8 @@ class Wording:
         """The quoted names of the prompt, each with the words behind it."""
         names: dict[bytes, frozenset[bytes]] = {}
         for match in _NAME.finditer(self._text):
+            if len(names) == _MAX_NAMES:
+                break
             if match[1] not in names:
                 passage = self._lower[match.end() : match.end() + _PASSAGE].partition(b"\n\n")[0]
                 key = self._lower[max(match.start() - _KEY, 0) : match.start()]  # that of the next name, too
@@ -119,7 +122,7 @@ class Wording:
 
     def _cursor(self, known: bytes) -> int:
         """Return where the last value that was copied from the last message ends in it."""
-        for value in reversed(_STRINGS.findall(known)):
+        for value in _STRINGS.findall(known)[: -_MAX_STRINGS - 1 : -1]:
             if (start := self._text.find(value, self._begin)) >= 0:
                 return start + len(value)
         return 0
@@ -133,7 +136,9 @@ class Wording:
 def _ends(text: bytes, part: bytes, start: int, stop: int) -> list[int]:
     """Return where a part ends in a text, if it begins with a word there."""
     ends, at = list[int](), text.find(part, start, stop)
-    while at >= 0 and len(ends) < _MAX_ENDS:
+    for _ in range(_MAX_TRIES):
+        if at < 0:
+            break
         if at == 0 or not (_is_word(text[at - 1]) and _is_word(part[0])):
             ends.append(at + len(part))
         at = text.find(part, at + 1, stop)
@@ -152,7 +157,7 @@ def _goes_on(text: bytes, place: int, tail: bytes) -> list[tuple[bytes, float]]:
     following = b"" if gap is None else _rest(text, gap.end())
     if gap is None or not following:
         return [(b'"', _CLOSE)]
-    words, stop = tail.split(), gap[0].rstrip()
+    words, stop = tail.split() or [tail], gap[0].rstrip()
     is_name = not words[-1].isalpha() or words[-1][:1].isupper()
     if stop:  # a list or another clause goes on behind a comma, if many words were copied
         close = 0.5 if stop in b",:;" and len(words) >= _SENTENCE else _CLOSE
