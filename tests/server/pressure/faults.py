@@ -28,6 +28,7 @@ import torch
 from safetensors.torch import save_file
 
 from hostile import TEXT
+from specinfer.drafters.remote.process import MODULE
 from tests.server.pressure.attack import Arm, Honest, Hostile, Report, attacking, bearer
 from tests.server.pressure.steady import HONEST, HOSTILE, arms_of, key_file
 from tests.server.served_command import ServedCommand
@@ -173,7 +174,7 @@ class Timetable:
 
     async def lose_rank(self) -> None:
         """Kill a rank of the engine."""
-        ranks = [child for child in children_of(self.server.engine) if "rank" in _command(child)]
+        ranks = [child for child in children_of(self.server.engine) if MODULE in _command(child)]
         self._signal(self._random.choice(ranks), signal.SIGKILL)
 
     async def fill_disk(self) -> None:
@@ -269,7 +270,7 @@ def hurt(
         try:
             with suppress(KeyboardInterrupt):
                 timetable.run(end, pause)
-        except (AssertionError, TimeoutError, ValueError, httpx.HTTPError) as error:
+        except (AssertionError, TimeoutError, LookupError, OSError, ValueError, httpx.HTTPError) as error:
             timetable.report.clients.failed.append(f"{type(error).__name__}: {error}\n{log.read_text()[-2000:]}")
         finally:
             timetable.server.close()
