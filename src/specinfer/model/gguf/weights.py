@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specinfer.model.gguf import blocks
 from specinfer.model.gguf.header import TensorPlace
-from specinfer.ops import QuantizedWeight
+from specinfer.ops import QuantizedWeight, each_alone
 
 _AT_ONCE = 2**20  # numbers decoded at a time, with some tens of MB in float32
 
@@ -54,13 +54,17 @@ def read_tensor(place: TensorPlace, dtype: torch.dtype, less: float = 0.0) -> Te
     """Decode a tensor of a file; `less` is subtracted before rounding to `dtype`."""
     rows, columns = int(np.prod(place.shape[:-1])), place.shape[-1]
     data = np.memmap(place.file, mode="r", offset=place.offset, shape=(rows, place.num_bytes // rows))
-    result = torch.empty((rows, columns), dtype=dtype)
+    with torch.inference_mode(mode=False):  # which other threads are not in
+        result = torch.empty((rows, columns), dtype=dtype)
     step = max(_AT_ONCE // columns, 1)
-    for start in range(0, rows, step):
+
+    def decode(start: int) -> None:
         # Plain numbers are decoded as blocks of one number. The copy makes the memory writable.
         with np.errstate(invalid="ignore"):  # NaN is refused later, by the name of the weight
             decoded = _decode(np.array(data[start : start + step]), place.kind) * np.float32(place.factor)
         result[start : start + step] = torch.from_numpy(decoded) - less if less else torch.from_numpy(decoded)
+
+    each_alone(decode, range(0, rows, step))
     return result.view(place.shape)
 
 
