@@ -19,7 +19,7 @@ from specinfer.ops.quantization import dequantize
 from specinfer.ops.quantized_linear import QuantizedLinear
 from specinfer.ops.quantized_weight import NEST, QuantizedWeight
 from specinfer.ops.routes import Routes
-from specinfer.ops.splits import Division, divide
+from specinfer.ops.splits import Division, divide, num_parts
 
 pytest.importorskip("triton")
 import interpreter as interpreter
@@ -444,11 +444,11 @@ def test_inputs_that_are_split(kind: str, parts: int) -> None:
 
 def test_how_many_parts() -> None:
     """Small layers fill the device; what a program has to do stays worth its while."""
-    assert products.num_parts(4096, 64 * 264, 128) == 1
-    assert products.num_parts(4096, 64 * 132, 128) == 2
-    assert products.num_parts(14336, 4096, 128) == 8
-    assert products.num_parts(256, 64, 64) == 1
-    assert products.num_parts(2**20, 64, 64) == 16
+    assert num_parts(4096, 64 * 264, 128) == 1
+    assert num_parts(4096, 64 * 132, 128) == 2
+    assert num_parts(14336, 4096, 128) == 8
+    assert num_parts(256, 64, 64) == 1
+    assert num_parts(2**20, 64, 64) == 16
 
 
 def test_every_code_is_widened_to_what_it_stands_for() -> None:

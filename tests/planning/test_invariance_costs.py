@@ -6,10 +6,15 @@ from math import prod
 
 import numpy as np
 import pytest
+import torch
 
-from specinfer.ops.splits import divide
+from specinfer.ops.fixed_order import fixed_order
+from specinfer.ops.routes import block_of
+from specinfer.ops.splits import STEP_OF_NUMBERS, divide
+from specinfer.ops.triton import fixed_attention, product
+from specinfer.ops.triton.blocks import Device
 from specinfer.planning.device_costs import StepCosts, StepDesign
-from specinfer.planning.invariance_costs import InvarianceCosts, num_parts
+from specinfer.planning.invariance_costs import FixedOrder, InvarianceCosts
 from specinfer.planning.options import ACCELERATORS, Accelerator
 from specinfer.planning.target_shape import TargetShape
 
@@ -31,13 +36,26 @@ def test_products_are_those_of_the_layer() -> None:
 
 
 def test_parts_are_those_of_the_kernel() -> None:
-    from specinfer.ops.triton import product
-
-    for inputs in (64, 512, 4096, 11_008, 14_336):
-        for outputs in (64, 100, 1024, 4096, 6144, 28_672, 128_256):
-            for step in (64, 128):
-                assert num_parts(inputs, outputs, step) == product.num_parts(inputs, outputs, step)
     assert costs().parts == [4, 8, 1, 8]
+    assert product.step_of(torch.empty(64, 64)) == (STEP_OF_NUMBERS, 1)
+
+
+def test_tiles_are_those_of_the_kernels() -> None:
+    order, hopper = FixedOrder(), Device(132, 232_448)
+    with fixed_order():
+        for rows in (1, 7, 64, 300):
+            assert block_of(rows, torch.bfloat16, is_codes=False) == order.rows
+            assert block_of(rows, torch.bfloat16) == order.rows_of_codes
+    assert order.part == fixed_attention._PART
+    assert fixed_attention.tile_of(DIM, DIM, 2, hopper).rows == order.attention_rows
+    assert order.most_bytes == fixed_attention._MOST_BYTES
+
+
+def test_products_with_codes_are_the_usual_ones_but_for_their_rows() -> None:
+    coded = costs(shape=replace(SHAPE, bytes_per_parameter=0.56))
+    assert coded.launches() == pytest.approx(32 * 10 * SOON)
+    assert coded.adding(np.array([64.0])).tolist() == [0.0]
+    assert coded.padded(np.array([1.0, 33.0])).tolist() == [32, 64]
 
 
 def test_products_launch_after_the_kernel_before_and_parts_are_added_by_more() -> None:

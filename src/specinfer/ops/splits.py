@@ -3,10 +3,12 @@
 from typing import NamedTuple
 
 MOST_FEW = 64  # rows of the products of few rows
-OUTPUTS = 64  # of a program of those
+OUTPUTS = 64  # of a program, at least
 INPUTS = 128  # that all sizes of layers are a multiple of
+STEP_OF_NUMBERS = 64  # inputs of a step of products in a fixed order, with weights that are no codes
 _MAX_PARTS = 8
 _LEAST_STEPS = 4  # of a part
+_PROGRAMS = 264  # of a product of any number of rows, if there are enough inputs: two per multiprocessor of a large GPU
 
 
 class Division(NamedTuple):
@@ -32,3 +34,15 @@ def divide(num_rows: int, outputs: int, inputs: int, num_cores: int) -> Division
     if is_small or blocks * parts <= num_cores:
         return Division(padded, 128, 4, parts)
     return Division(padded, 64, 5, parts)
+
+
+def num_parts(inputs: int, outputs: int, step: int) -> int:
+    """Return the parts that a layer's inputs are split into, for any number of rows: 1, 2, 4, 8 or 16.
+
+    Args:
+        step: Inputs of a step.
+    """
+    blocks, steps, parts = -(-outputs // OUTPUTS), -(-inputs // step), 1
+    while parts < 16 and blocks * parts < _PROGRAMS and steps // (2 * parts) >= _LEAST_STEPS:
+        parts *= 2
+    return parts

@@ -6,8 +6,8 @@ fixed number of positions, so short contexts of few requests leave multiprocesso
 
 Left out: that caches hold most of what is written in parts; the parts of attention, of which usual kernels write as
 many; that tiles of few rows compute padding while they wait for weights; prompts of more rows than a tile, which cuBLAS
-multiplies otherwise; rows multiplied by codes, which usual kernels compute in the same way. Experts count as dense
-layers, and layers without attention as others.
+multiplies otherwise. Experts count as dense layers, and layers without attention as others. Products with codes are the
+usual ones but for the rows of a tile.
 
 Example: a layer of a 7 B target with 4 products, 3 of them in parts, has 13 kernels instead of 10, and 7 of these take
 3.2 us each instead of 2.3: 13 us more, 0.4 ms in 32 layers, where a pass takes 5.
@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specinfer.ops.splits import MOST_FEW, divide
+from specinfer.ops.splits import MOST_FEW, STEP_OF_NUMBERS, divide, num_parts
 from specinfer.planning.options import Accelerator
 from specinfer.planning.target_shape import TargetShape
 from specinfer.policy.curves import Floats
 
 _FLOAT = 4  # bytes of a number of a part
+_LEAST_BYTES = 2  # of a weight that is no code
 _GATED = 2  # place of the product of gates, which usual kernels do not split
 _SUMS = 2  # numbers of a row of attention, beside its values: the highest score, and the sum of weights
 
@@ -32,7 +33,7 @@ class FixedOrder:
     """Division of the kernels' work, to which `tests/planning/test_invariance_costs.py` holds it.
 
     Attributes:
-        rows: Rows of a tile of a product.
+        rows, rows_of_codes: Rows of a tile of a product, with weights that are no codes and with codes.
         layer_kernels: Kernels of a layer, without those that add up parts of products.
         waiting_kernels: Those among them that do not launch during the kernel before, the products.
         part: Positions of a part of attention.
@@ -42,6 +43,7 @@ class FixedOrder:
     """
 
     rows: int = 64
+    rows_of_codes: int = 32
     layer_kernels: int = 10
     waiting_kernels: int = 4
     part: int = 256
@@ -69,6 +71,11 @@ class InvarianceCosts:
     order: FixedOrder = FixedOrder()
 
     @property
+    def has_codes(self) -> bool:
+        """True if weights are codes, whose usual products are those of a fixed order but for the rows of a tile."""
+        return self.shape.bytes_per_parameter < _LEAST_BYTES
+
+    @property
     def head_dim(self) -> int:
         return self.shape.kv_parameters // (2 * self.shape.width * self.shape.num_kv_heads)
 
@@ -83,19 +90,22 @@ class InvarianceCosts:
 
     @property
     def parts(self) -> list[int]:
-        """The number of parts of each product of a layer."""
-        return [num_parts(inputs, outputs) for inputs, outputs in self.products]
+        """The number of parts of each product of a layer, which a kernel adds up; 1 for all products with codes."""
+        if self.has_codes:  # usual kernels split them alike
+            return [1] * len(self.products)
+        return [num_parts(inputs, outputs, STEP_OF_NUMBERS) for inputs, outputs in self.products]
 
     def launches(self) -> float:
         """Return the seconds of all kernels of the layers, apart from their reading and computing."""
         adding = sum(parts > 1 for parts in self.parts)
-        waiting = min(self.order.waiting_kernels, self.order.layer_kernels)
+        waiting = 0 if self.has_codes else min(self.order.waiting_kernels, self.order.layer_kernels)
         soon, late = self.kernel_seconds
         return self.shape.num_layers * ((self.order.layer_kernels - waiting) * soon + (waiting + adding) * late)
 
     def padded(self, num_rows: Floats) -> Floats:
         """Return the rows that products compute."""
-        return np.ceil(num_rows / self.order.rows) * self.order.rows
+        size = self.order.rows_of_codes if self.has_codes else self.order.rows
+        return np.ceil(num_rows / size) * size
 
     def adding(self, num_rows: Floats) -> Floats:
         """Return the seconds of writing and reading the parts of products, beyond those of usual kernels."""
@@ -126,11 +136,3 @@ class InvarianceCosts:
         is_split = (tiles < order.least_programs * self.device.num_cores) & (stored <= order.most_bytes)
         share = np.minimum(tiles * np.where(is_split, parts, 1) / self.device.num_cores, 1.0)
         return np.asarray(cache_seconds / share)
-
-
-def num_parts(inputs: int, outputs: int, step: int = 64) -> int:
-    """Return the number of parts of a product, as `ops.triton.product.num_parts` does."""
-    blocks, steps, parts = -(-outputs // 64), -(-inputs // step), 1
-    while parts < 16 and blocks * parts < 264 and steps // (2 * parts) >= 4:
-        parts *= 2
-    return parts

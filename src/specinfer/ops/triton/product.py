@@ -23,6 +23,7 @@ from torch.nn import functional
 from specinfer.ops.fixed_order import is_fixed
 from specinfer.ops.quantized_weight import QuantizedWeight
 from specinfer.ops.routes import BLOCKS, Routes, block_of
+from specinfer.ops.splits import OUTPUTS, STEP_OF_NUMBERS, num_parts
 from specinfer.ops.triton.float8 import has_float8_instructions
 from specinfer.ops.triton.weights import (
     HALVES,
@@ -39,10 +40,6 @@ from specinfer.ops.triton.weights import (
 _LEAST_BYTES = 16  # of a piece: inputs of a product of tensor cores
 _STEP_BYTES = 64  # of an output, in a step: two sectors of memory, in copies of 16 bytes
 _WHOLE_STEP = 128  # inputs of a step where all inputs share a scale
-_STEP_OF_NUMBERS = 64  # inputs of a step with weights that are no codes
-_OUTPUTS = 64  # outputs of a program with at most 16 rows; with more rows twice as many
-_PROGRAMS = 264  # fewest, if there are enough inputs: two per multiprocessor of a large GPU
-_LEAST_STEPS = 4  # of a program
 _AT_ONCE = 2**26  # weights widened at a time
 
 
@@ -163,7 +160,7 @@ def step_of(weight: QuantizedWeight | Tensor) -> tuple[int, int]:
     A piece is a group, or several small ones of 4 bits. A step has as many as make `_STEP_BYTES` of an output's codes.
     """
     if isinstance(weight, Tensor):
-        return _STEP_OF_NUMBERS, 1
+        return STEP_OF_NUMBERS, 1
     if has_one_scale(weight):
         return _WHOLE_STEP, 1
     in_byte = 2 if weight.is_packed else 1
@@ -183,14 +180,6 @@ def _is_hopper(device: torch.device) -> bool:
         return False
     target = triton.runtime.driver.active.get_current_target()
     return bool(target.backend == "cuda" and target.arch // 10 == 9)
-
-
-def num_parts(inputs: int, outputs: int, step: int) -> int:
-    """Return the number of parts that a layer's inputs are split into: 1, 2, 4, 8 or 16."""
-    blocks, steps, parts = -(-outputs // _OUTPUTS), -(-inputs // step), 1
-    while parts < 16 and blocks * parts < _PROGRAMS and steps // (2 * parts) >= _LEAST_STEPS:
-        parts *= 2
-    return parts
 
 
 def product(
@@ -298,7 +287,7 @@ def _sizes_of(weight: QuantizedWeight | Tensor) -> tuple[torch.Size, int]:
 def _sizes(dtype: torch.dtype, block: int) -> tuple[int, int]:
     """Return the outputs of a program with a block of rows, and its stages."""
     is_wide = dtype == torch.float32
-    together = _OUTPUTS if block == BLOCKS[0] or is_wide else 2 * _OUTPUTS
+    together = OUTPUTS if block == BLOCKS[0] or is_wide else 2 * OUTPUTS  # more for more rows
     stages = 2 if is_wide else 3 if block == BLOCKS[-1] else 4
     return together, stages  # fits into 99 KB, the least shared memory of GPUs
 
