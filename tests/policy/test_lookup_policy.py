@@ -12,6 +12,7 @@ from specinfer.core.request import Request, Span
 from specinfer.core.tree import OFF, TokenTree, TreeBudget
 from specinfer.core.tree_shape import TreeShape
 from specinfer.drafters import MergedDrafter
+from specinfer.drafters.lookup.grammar import COPIED
 from specinfer.policy.auto_policy import AutoPolicy
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Curve
@@ -126,10 +127,11 @@ def test_a_forced_token_must_save_more_than_its_row_takes() -> None:
     assert dear.row_prices[0] > 1
 
 
-def test_what_grammars_alone_draft_says_nothing_about_drafters() -> None:
+@pytest.mark.parametrize("name", ["grammar", COPIED])
+def test_what_grammars_alone_draft_says_nothing_about_drafters(name: str) -> None:
     policy = AutoPolicy(make_costs(draft_level=5.0))
     before = policy.acceptance.by_rank().tolist()
-    tree = TokenTree.chain(0, [1, 2], "grammar")
+    tree = TokenTree.chain(0, [1, 2], name)
     policy.observe(make_record(num_rows=3, num_guessed=2), [(tree, Acceptance((1, 2), 5))])
     assert policy.acceptance.by_rank().tolist() == before
     policy.observe(make_record(num_rows=3, num_guessed=2), [(TokenTree.chain(0, [1, 2], "a"), Acceptance((1, 2), 5))])

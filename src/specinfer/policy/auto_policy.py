@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from specinfer.core.lookups import GRAMMAR
+from specinfer.core.lookups import GRAMMAR, drafter_of
 from specinfer.core.request import Request, Span
 from specinfer.core.step_record import StepRecord
 from specinfer.core.text import counted
@@ -278,7 +278,7 @@ class AutoPolicy(SpeculationPolicy):
                 self._lookups.observe(step, [acceptance for _, acceptance in outcomes])
         else:
             for tree, acceptance in outcomes:
-                if tree.drafter_names == {GRAMMAR}:
+                if {drafter_of(name) for name in tree.drafter_names} == {GRAMMAR}:
                     continue  # says nothing about drafters
                 if tree.num_guessed or (step.num_budgeted and step.num_requests == 1):
                     self.acceptance.observe(tree, acceptance)
