@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from hostile import MALFORMED
 from serving import events_of
 from specinfer import LLM, SamplingParams
 from tests.server.served_command import HOME, PATIENCE, ServedCommand
@@ -165,6 +167,17 @@ def at_once(server: Server, work: Callable[[httpx.AsyncClient], Awaitable[Any]])
     return asyncio.run(run())
 
 
+def send_nonsense(ports: list[int]) -> None:
+    """Send each of Ray's ports what a stranger of this machine may send, and leave the connections open meanwhile."""
+    http2, tls = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+    with contextlib.ExitStack() as opened:
+        for port in ports:
+            for sent in (*MALFORMED, http2 + b"\xff" * 2000, tls + bytes(300), b"\xff" * 5000, b""):
+                with contextlib.suppress(OSError):  # some ports take a single connection
+                    stranger = opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=0.5))
+                    stranger.sendall(sent)
+
+
 @pytest.mark.distributed
 def test_one_replica_serves_as_one_process_does(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the command to its end."""
@@ -177,8 +190,13 @@ def test_one_replica_serves_as_one_process_does(llm: LLM, monkeypatch: pytest.Mo
         (replica,) = server.replica_pids()
         processes = server.process_ids()
         assert len(processes) > 5  # Ray's own, too
-        hosts = {host.removeprefix("::ffff:") for pid in processes for host, _ in listening_places(pid)}
-        assert hosts == {"127.0.0.1"}
+        places = {(host.removeprefix("::ffff:"), port) for pid in processes for host, port in listening_places(pid)}
+        assert {host for host, _ in places} == {"127.0.0.1"}
+        send_nonsense([port for _, port in places if port != server.port])
+        answer = server.client.post("/v1/completions", json=body(0))
+        assert _how(answer, told(llm, 0), stream=False) == "right"
+        assert server.replica_pids() == [replica]
+        assert not [pid for pid in processes if not is_alive(pid)]
         server.process.terminate()
         assert server.process.wait(PATIENCE) == 0
         assert not is_alive(replica)
