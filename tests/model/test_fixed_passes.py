@@ -100,6 +100,8 @@ def test_passes_have_no_launches_that_rows_decide_about(model_folder: Callable[.
         (lambda x: x @ x.T, "multiplies rows by each other"),
         (lambda x: x.cumsum(1), "PyTorch's cumsum"),
         (lambda x: x.sum(), "PyTorch's sum"),
+        (lambda x: x.clone().index_put_((TWICE,), x, accumulate=True), "PyTorch's index_put_"),
+        (lambda x: x.clone().scatter_(0, TWICE[:, None], x, reduce="add"), "PyTorch's scatter_"),
         (lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]), "PyTorch's"),
         (lambda x: x.new_zeros(2, 8).index_add_(0, TWICE, x), "PyTorch's index_add_"),
     ],

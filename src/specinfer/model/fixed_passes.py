@@ -74,7 +74,8 @@ class FixedOrder(TorchDispatchMode):
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-        if torch.Tag.pointwise in func.tags or name in _MOVES or name in _ONE_RESULT:
+        adds = "reduce" in func._overloadname or kwargs.get("accumulate", name == "index_put_" and True in args[3:4])
+        if not adds and (torch.Tag.pointwise in func.tags or name in _MOVES or name in _ONE_RESULT):
             return func(*args, **kwargs)
         if name in _WHOLE_NUMBERS and not _has_fractions(args):
             return func(*args, **kwargs)
