@@ -77,7 +77,7 @@ class FixedOrder(TorchDispatchMode):
         adds = "reduce" in func._overloadname or kwargs.get("accumulate", name == "index_put_" and True in args[3:4])
         if not adds and (torch.Tag.pointwise in func.tags or name in _MOVES or name in _ONE_RESULT):
             return func(*args, **kwargs)
-        if name in _WHOLE_NUMBERS and not _has_fractions(args):
+        if name in _WHOLE_NUMBERS and not _has_fractions(args, kwargs.get("dtype")):
             return func(*args, **kwargs)
         raise ModelError(
             f"PyTorch's {name}, which the model uses, may add up in another order for another number of rows"
@@ -118,7 +118,10 @@ def in_order_of(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _has_fractions(args: Sequence[Any]) -> bool:
+def _has_fractions(args: Sequence[Any], dtype: torch.dtype | None) -> bool:
+    """Return whether fractions are added up; numbers are brought to `dtype` before."""
+    if dtype is not None and not dtype.is_floating_point:
+        return False
     return any(isinstance(each, Tensor) and each.is_floating_point() for each in args)
 
 
