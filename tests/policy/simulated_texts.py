@@ -155,6 +155,7 @@ class SimulatedTexts:
         passing = float(self._costs.target(1 + tree.num_guessed))
         acceptance, num_new = Acceptance(tuple(path), 1), len(path) + 1
         request.token_ids += [1] * num_new
+        request.speculation.record(tree.num_guessed, tree.max_depth, len(acceptance.path), num_new)
         if request.num_output >= num_tokens:
             request.finish_reason = FinishReason.LENGTH
         record = StepRecord(

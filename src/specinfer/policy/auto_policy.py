@@ -173,7 +173,8 @@ class AutoPolicy(SpeculationPolicy):
             budget = self.rank_choice.beside(len(spans), num_requests, num_rows)
         if budget.max_nodes:
             pays = [
-                self._may_delay(span.request) and self.rank_choice.pays_to_read(span.request, num_requests)
+                self._may_delay(span.request)
+                and self.rank_choice.pays_to_read(span.request, num_requests, has_lookups=self._has_lookups)
                 for span in spans
             ]
             if any(pays):
@@ -192,6 +193,11 @@ class AutoPolicy(SpeculationPolicy):
         """Return the budgets of a step in which no model drafts."""
         budget = self._lookups.budget(spans)
         return [budget if self._may_delay(span.request) else OFF for span in spans]
+
+    @property
+    def _has_lookups(self) -> bool:
+        """True if lookups come before models, as they do on a host."""
+        return bool(self._lookups.names) and self.costs.max_rows is None
 
     def _must_check(self, num_requests: int) -> bool:
         """Return whether this step has no trees, to show what such steps cost, since that could change the choice."""

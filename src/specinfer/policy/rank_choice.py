@@ -22,9 +22,11 @@ from specinfer.core.tree import OFF, TreeBudget
 from specinfer.policy.acceptance import AcceptanceModel, expected_tokens
 from specinfer.policy.cost_model import CostModel
 from specinfer.policy.curves import Floats
-from specinfer.policy.optimizer import ExpectedYield, clearly_faster, pays_to_read, tokens_left
+from specinfer.policy.optimizer import ExpectedYield, clearly_faster, pays_to_read, tokens_left, tokens_to_read
 
 _LEAST = 1e-3  # share, to divide by
+_QUICK = 3.0  # passes that reading a prompt may take without waiting for what lookups find
+_REPAID = 0.2  # share of a longer reading that passes without drafts would have repaid
 _UNTIL_SEEN = 8.0  # tokens of a text that is hard to predict until no trees are drafted for it
 
 
@@ -238,15 +240,23 @@ class RankChoice:
             price = float(seconds[-1] - seconds[1]) / most
         return int(more[cheap][-1]), price / num_requests
 
-    def pays_to_read(self, request: Request, num_requests: int) -> bool:
+    def pays_to_read(self, request: Request, num_requests: int, *, has_lookups: bool = False) -> bool:
         """Return whether the possible gain is more than the cost of reading the prompt with the drafter.
 
         All requests of the batch wait for this reading, so that a token saves what it takes of the batch's time.
+
+        Args:
+            has_lookups: Whether lookups come first. If they copy the prompt, a model saves little, so that a long
+                reading waits until passes without drafts would have repaid a part of it.
         """
         if request.drafting.is_read:
             return True
         saved = self._saved_by_a_text(num_requests, tokens_left(request, self._costs))
-        return pays_to_read(request, saved, self._costs)
+        if not pays_to_read(request, saved, self._costs):
+            return False
+        long = self._costs.read_token * tokens_to_read(request, self._costs)
+        long -= _QUICK * float(self._costs.target(num_requests))
+        return not has_lookups or saved * request.speculation.num_plain_steps >= _REPAID * max(long, 0.0)
 
     def _saved_by_a_text(self, num_requests: int, num_tokens: float) -> float:
         """Return the seconds that a token of the next text is expected to save, on the average of the last texts.
