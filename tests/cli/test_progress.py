@@ -88,6 +88,7 @@ def test_each_slow_stage_of_loading_has_a_line_off_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
+    monkeypatch.setattr(loading, "LONG", 1.0)
     monkeypatch.setattr(loading.time, "monotonic", lambda: now[0])
     with loading_bar(Console(stderr=True), "loading m ...") as progress:
         for name, seconds in (("importing PyTorch", 2.5), ("reading the target", 0.25), ("measuring costs", 3.0)):

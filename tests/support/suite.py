@@ -140,6 +140,14 @@ def _long_steps() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_lines_of_stages() -> Iterator[None]:
+    """A stage of loading has a line on standard error if it takes long, which depends on the load."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specinfer.cli.loading.LONG", float("inf"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _commands_made_once() -> Iterator[None]:
     """A command line is the same whenever it is run, and takes a tenth of a second to make."""
     with pytest.MonkeyPatch.context() as patch:

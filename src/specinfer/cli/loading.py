@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _BAR_WIDTH = 30
 _LOG_SECONDS = 10.0  # time between log lines
-_LONG = 1.0  # seconds of a stage that has a line of its own
+LONG = 1.0  # seconds of a stage that has a line of its own
 
 
 @contextmanager
@@ -63,7 +63,7 @@ class LoadingLog:
     def __call__(self, name: str, done: int, total: int) -> None:
         now = time.monotonic()
         if name != self._name:
-            if self._name and not self._counts and now - self._started >= _LONG:
+            if self._name and not self._counts and now - self._started >= LONG:
                 self._write(f"{self._name}: {now - self._started:.1f} s")
             self._name, self._started, self._next = name, now, now + _LOG_SECONDS
             self._counts = total > 0
