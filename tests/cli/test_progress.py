@@ -98,7 +98,8 @@ def test_each_slow_stage_of_loading_has_a_line_off_a_terminal(
     assert err.splitlines() == ["specinfer: importing PyTorch: 2.5 s", "specinfer: measuring costs: 3.0 s"]
 
 
-def test_captured_sizes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_captured_sizes_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "LONG", 0.0)
     log = LoadingLog(logging.getLogger("specinfer").info)
     with caplog.at_level(logging.INFO, "specinfer"):
         for done in range(4):

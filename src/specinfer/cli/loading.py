@@ -67,7 +67,7 @@ class LoadingLog:
                 self._write(f"{self._name}: {now - self._started:.1f} s")
             self._name, self._started, self._next = name, now, now + _LOG_SECONDS
             self._counts = total > 0
-        elif total and (now >= self._next or done >= total):
+        elif total and (now >= self._next or (done >= total and now - self._started >= LONG)):
             self._next = now + _LOG_SECONDS
             read = "read " if unit_of(name) is None else ""
             self._write(f"{name}: {read}{how_much(name, done, total, now - self._started)}")
