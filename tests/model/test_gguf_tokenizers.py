@@ -45,7 +45,7 @@ def test_long_runs_take_no_more_than_their_length_by_any_rule(run: str) -> None:
     for rule in dict(zip(SPLITS.values(), SPLITS, strict=True)).values():
         cut, start = cutter(rule), time.perf_counter()
         cut.pre_tokenize_str("b" + run * (30_000 // len(run)) + "x")
-        assert time.perf_counter() - start < 1.0, rule  # the square takes a minute
+        assert time.perf_counter() - start < 10, rule  # the square takes a minute
 
 
 @pytest.mark.parametrize("given", [None, "", "default"])
