@@ -1,7 +1,6 @@
 """Whole passes in a fixed order, with the kernels of GPUs: a token's logits have the same bits in any pass."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from interpreter import interpreted
-from one_order import launches
+from one_order import in_order, launches
 from one_order import one_order as one_order
 from specinfer.core.errors import ModelError
 from specinfer.core.tree import TokenTree
 from specinfer.model.batch import Piece
-from specinfer.model.fixed_passes import FixedOrder, fix_order
+from specinfer.model.fixed_passes import FixedOrder
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.kv_cache import NO_SLOTS, Slots
-from specinfer.model.layers.device import DeviceDecoder, can_fuse_on_device
-from specinfer.model.load import LoadedModel, load_model
+from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
 from tiny import quick, random_prompts
 
@@ -42,14 +40,7 @@ CASES: dict[str, tuple[str, torch.dtype, str | None, torch.dtype | None]] = {
 
 def _runner(folder: Path, dtype: torch.dtype, quantization: str | None, kv_dtype: torch.dtype | None) -> ModelRunner:
     loaded = load_model(folder, dtype, CPU, quantization, native=False, kv_dtype=kv_dtype)
-    return ModelRunner(_in_order(loaded), 200, graphs=Graphs(CPU))
-
-
-def _in_order(loaded: LoadedModel) -> LoadedModel:
-    if can_fuse_on_device(loaded.model, torch.device("cuda")):
-        loaded = replace(loaded, model=DeviceDecoder(loaded.model, loaded.max_position).eval())
-    fix_order(loaded.model)
-    return loaded
+    return ModelRunner(in_order(loaded), 200, graphs=Graphs(CPU))
 
 
 def _chain(tokens: list[int], prefix: Slots, slots: Slots, num_logits: int) -> Piece:
@@ -127,6 +118,6 @@ def test_replaced_operations_compute_what_pytorchs_do(compute: Callable[[Tensor]
 
 
 def test_a_runner_without_padded_passes_is_refused(model_folder: Callable[..., Path]) -> None:
-    loaded = _in_order(load_model(model_folder("llama"), torch.bfloat16, CPU, native=False))
+    loaded = in_order(load_model(model_folder("llama"), torch.bfloat16, CPU, native=False))
     with pytest.raises(ModelError, match="no passes of one order of sums: capturing is off; leave enforce_eager or"):
         ModelRunner(loaded, 200, graphs=None)

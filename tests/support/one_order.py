@@ -5,10 +5,12 @@ all sums at a time, in the order of the inputs.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -17,6 +19,9 @@ from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle, _LangPatchScope
 
 import interpreter as interpreter
+from specinfer.model.fixed_passes import fix_order
+from specinfer.model.layers.device import DeviceDecoder, can_fuse_on_device
+from specinfer.model.load import LoadedModel
 from specinfer.ops import kernels
 
 _launch, _patch_lang = GridExecutor.__call__, triton_interpreter._patch_lang
@@ -70,6 +75,14 @@ def _patched_once(function: Any) -> Any:
         return _LangPatchScope()
     _patched.update(modules)
     return _patch_lang(function)
+
+
+def in_order(loaded: LoadedModel) -> LoadedModel:
+    """Give passes of a model a fixed order, as at load on a GPU; layers are fused where they are fused there."""
+    if can_fuse_on_device(loaded.model, torch.device("cuda")):
+        loaded = replace(loaded, model=DeviceDecoder(loaded.model, loaded.max_position).eval())
+    fix_order(loaded.model)
+    return loaded
 
 
 @pytest.fixture
