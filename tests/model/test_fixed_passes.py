@@ -1,6 +1,7 @@
 """Whole passes in a fixed order, with the kernels of GPUs: a token's logits have the same bits in any pass."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,17 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from adapters import save_adapter
 from interpreter import interpreted
 from one_order import in_order, launches
 from one_order import one_order as one_order
 from specinfer.core.errors import ModelError
+from specinfer.core.lora import LoRAConfig, LoRARequest
 from specinfer.core.tree import TokenTree
+from specinfer.model.adapters.registry import Adapters
 from specinfer.model.batch import Piece
 from specinfer.model.fixed_passes import FixedOrder
 from specinfer.model.graphs.capture import Graphs
+from specinfer.model.graphs.sizes import Size
 from specinfer.model.kv_cache import NO_SLOTS, Slots
 from specinfer.model.load import load_model
 from specinfer.model.runner import ModelRunner
+from specinfer.ops.cpu import low_rank
 from tiny import quick, random_prompts
 
 CPU, TWICE = torch.device("cpu"), torch.tensor([0, 0, 1])
@@ -71,6 +77,29 @@ def test_logits_have_the_same_bits_in_any_pass(name: str, model_folder: Callable
     found = logits(*pieces)
     assert torch.equal(found[[0, 2, 4, 6]], whole[8:]), "a tree"
     assert torch.equal(found[7], whole[2]), "another request beside it"
+
+
+@pytest.mark.slow
+def test_adapters_add_the_same_bits_in_any_pass(
+    model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a prompt, alone after it, and in passes without padding, such as those of more than 512 tokens."""
+    monkeypatch.setattr(low_rank, "packs", lambda _: False)  # as on a GPU
+    base, tokens, places = model_folder("llama"), random_prompts([6], seed=1)[0], np.arange(1, 200)
+    runner = _runner(base, torch.bfloat16, None, None)
+    adapters = Adapters(runner.loaded, LoRAConfig(1, 8, 1), "base")
+    table = adapters.find(LoRARequest("a", 1, str(save_adapter(tmp_path, base, 1)))).table
+    assert runner.padded is not None
+    runner.padded.adapter_slots = adapters._sites.adapter_slots(adapters.config)
+    piece = _chain(tokens, NO_SLOTS, places[:6], 6)
+    plain = runner.forward([piece]).clone()
+    whole = runner.forward([replace(piece, adapter=table)]).clone()
+    assert (whole - plain).abs().max() > 0.1
+    alone = replace(_chain(tokens[5:], places[:5], places[30:31], 1), adapter=table)
+    assert torch.equal(runner.forward([alone]), whole[5:])
+    monkeypatch.setattr(Size, "padded", lambda _: None)
+    both = [replace(piece, adapter=table, slots=places[40:46]), replace(piece, slots=places[50:56])]
+    assert torch.equal(runner.forward(both), torch.cat([whole, plain]))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from specinfer.core.errors import first_line
 from specinfer.core.progress import CAPTURING, COMPILING, ProgressCallback, progress_of
 from specinfer.model.batch import Piece, pack, runs_of
+from specinfer.model.fixed_passes import has_fixed_order
 from specinfer.model.forward import forward
 from specinfer.model.graphs.buffers import Buffers, InputBlock
 from specinfer.model.graphs.capture import CaptureError, Graphs, Program
@@ -246,15 +247,18 @@ class GraphRunner:
             return forward(self._model, pack(pieces, self._store, self._device, native=False), hidden)
         prefixes = [piece.prefix_slots for piece in pieces]
         table = self._table_for(prefixes)
+        # Runs of rows with the same adapter are faster for many rows, but their sums depend on the number of rows.
+        lora_indices = self._lora_indices(pieces, exact) if has_fixed_order(self._model) else None
         try:
             changes = list(table.changes(prefixes))
             buffers = Buffers(
                 replace(exact, nodes=_whole(exact.nodes)), table, self._device,
                 num_updates=sum(len(new) for _, new in changes), make_block=self._block_of,
             )  # fmt: skip
-            buffers.fill(pieces, changes=changes)
+            buffers.fill(pieces, lora_indices or (), changes=changes)
             buffers.update_table()
-            batch = replace(buffers.batch(self._store), adapters=runs_of(pieces))
+            batch = buffers.batch(self._store, self.adapter_slots if lora_indices else None)
+            batch = batch if lora_indices else replace(batch, adapters=runs_of(pieces))
             return forward(self._model, batch, hidden)
         except BaseException:  # as in `forward`
             table.forget()
