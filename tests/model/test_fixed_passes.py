@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,3 +151,10 @@ def test_a_runner_without_padded_passes_is_refused(model_folder: Callable[..., P
     loaded = in_order(load_model(model_folder("llama"), torch.bfloat16, CPU, native=False))
     with pytest.raises(ModelError, match="no passes of one order of sums: capturing is off; leave enforce_eager or"):
         ModelRunner(loaded, 200, graphs=None)
+
+
+def test_adapters_on_several_gpus_are_refused(model_folder: Callable[..., Path]) -> None:
+    loaded = in_order(load_model(model_folder("llama"), torch.bfloat16, CPU, native=False))
+    ranks: Any = object()
+    with pytest.raises(ModelError, match="leave enable_lora or batch_invariant out, or use one GPU"):
+        Adapters(loaded, LoRAConfig(1, 8, 1), "base", ranks)

@@ -12,6 +12,7 @@ from specinfer.core.errors import ModelError, RequestError
 from specinfer.core.lora import Adapter, LoRAConfig, LoRARequest
 from specinfer.model.adapters.peft_folder import Pair, Shape, read_adapter
 from specinfer.model.adapters.sites import AdapterSites
+from specinfer.model.fixed_passes import has_fixed_order
 from specinfer.model.load import LoadedModel
 from specinfer.ops import AdapterTable
 
@@ -42,9 +43,17 @@ class Adapters:
 
     Attributes:
         slots: Slots for the adapters of passes on a GPU, or None.
+
+    Raises:
+        ModelError: Passes of ranks must have a fixed order, which what adapters add there has not.
     """
 
     def __init__(self, target: LoadedModel, config: LoRAConfig, name: str, ranks: AdapterRanks | None = None) -> None:
+        if ranks is not None and has_fixed_order(target.model):
+            raise ModelError(
+                "batch_invariant: on several GPUs what adapters add has sums whose order depends on the number of rows; "
+                "leave enable_lora or batch_invariant out, or use one GPU"
+            )
         self.config, self._name, self._ranks = config, name, ranks
         self._sites = AdapterSites(target)
         self.slots = None if target.device.type == "cpu" else self._sites.adapter_slots(config)
