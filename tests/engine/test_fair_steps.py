@@ -355,6 +355,17 @@ def test_a_target_shortens_steps_only_by_the_part_of_the_tenant_that_has_it() ->
     assert fair._length(all_hasty) == pytest.approx(0.02)  # a plain pass for each
 
 
+def test_a_target_gives_others_no_more_rows_than_a_step_has_room_for() -> None:
+    """A pass over 64 rows takes hardly longer than one over 8, so that a little less time has far fewer rows."""
+    requests = [*(_running("a", f"a{i}") for i in range(4)), _running("b", "b", slo=SLO(tpot=1.0))]
+    fair = _fair(*requests)
+    seconds = {1: 0.01, 2: 0.04, 4: 0.05, 8: 0.079, 16: 0.0795, 32: 0.0798}
+    fair.seconds = StepSeconds()
+    fair.seconds.expect(lambda num_rows: seconds.get(num_rows, 0.00125 * num_rows))
+    num_rows = len(requests) + sum(_budgets(fair, requests))
+    assert fair.seconds.of_pass(num_rows) <= fair._length(requests)
+
+
 def test_a_request_that_has_no_time_to_be_read_by_a_drafter_says_so() -> None:
     requests = [_running("a", "a"), _running("b", "b")]
     fair = _fair(*requests)

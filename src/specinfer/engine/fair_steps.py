@@ -121,7 +121,8 @@ class FairSteps:
         hasty, lost = _hasty(running, usual), self.seconds.rows_within(usual) - num_rows
         if num_tenants < 2 or lost <= 0:
             return {}
-        return dict.fromkeys(hasty, (num_rows + lost) / num_tenants - lost / max(len(hasty), 1))
+        # Rows of a longer pass may cost much less, so that more are lost than these tenants have.
+        return dict.fromkeys(hasty, max((num_rows + lost) / num_tenants - lost / max(len(hasty), 1), 1.0))
 
     def _seconds_alone(self, requests: Sequence[Request]) -> float:
         """Return the seconds of a step of these decoding requests alone."""
