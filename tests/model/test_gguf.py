@@ -77,6 +77,26 @@ def test_every_type_is_decoded_as_the_library_decodes_it(tmp_path: Path, name: s
     assert torch.equal(half.nan_to_num(), wanted.bfloat16().nan_to_num())
 
 
+def test_many_threads_decode_few_numbers_each_so_that_memory_does_not_grow_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = random_blocks(gguf.GGMLQuantizationType.Q8_0, 2**12, 512 // 32)
+    (tmp_path / "data").write_bytes(rows.tobytes())
+    place = TensorPlace((len(rows), 512), gguf.GGMLQuantizationType.Q8_0, 0, rows.nbytes, tmp_path / "data")
+    sizes = list[int]()
+
+    def decode(part: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+        sizes.append(len(part) * 512)
+        return np.zeros((len(part), 512), np.float32)
+
+    monkeypatch.setattr("specinfer.model.gguf.weights._decode", decode)
+    for num_threads in (2, 64):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        read_tensor(place, torch.float32)
+        assert num_threads * max(sizes) <= 2**22
+        sizes.clear()
+
+
 @pytest.mark.parametrize(("arch", "changes"), ARCHITECTURES, ids=str)
 def test_logits_are_those_of_the_model_that_was_written(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
     model = write_model(tmp_path / "m.gguf", arch, **changes)

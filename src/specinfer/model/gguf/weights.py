@@ -14,7 +14,8 @@ from specinfer.model.gguf import blocks
 from specinfer.model.gguf.header import TensorPlace
 from specinfer.ops import QuantizedWeight, each_alone
 
-_AT_ONCE = 2**20  # numbers decoded at a time, with some tens of MB in float32
+_AT_ONCE = 2**20  # numbers that a thread decodes at a time, with some tens of MB in float32
+_MOST_AT_ONCE = 4 * _AT_ONCE  # of all threads: budgets of memory allow for little more
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def read_tensor(place: TensorPlace, dtype: torch.dtype, less: float = 0.0) -> Te
     data = np.memmap(place.file, mode="r", offset=place.offset, shape=(rows, place.num_bytes // rows))
     with torch.inference_mode(mode=False):  # which other threads are not in
         result = torch.empty((rows, columns), dtype=dtype)
-    step = max(_AT_ONCE // columns, 1)
+    step = max(min(_AT_ONCE, _MOST_AT_ONCE // torch.get_num_threads()) // columns, 1)
 
     def decode(start: int) -> None:
         # Plain numbers are decoded as blocks of one number. The copy makes the memory writable.
