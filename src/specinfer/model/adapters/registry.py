@@ -51,8 +51,8 @@ class Adapters:
     def __init__(self, target: LoadedModel, config: LoRAConfig, name: str, ranks: AdapterRanks | None = None) -> None:
         if ranks is not None and has_fixed_order(target.model):
             raise ModelError(
-                "batch_invariant: on several GPUs what adapters add has sums whose order depends on the number of rows; "
-                "leave enable_lora or batch_invariant out, or use one GPU"
+                "batch_invariant: on several GPUs what adapters add has sums whose order depends on the number of "
+                "rows; leave enable_lora or batch_invariant out, or use one GPU"
             )
         self.config, self._name, self._ranks = config, name, ranks
         self._sites = AdapterSites(target)
