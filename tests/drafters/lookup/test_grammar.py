@@ -67,6 +67,19 @@ def test_habits_are_learned_but_from_no_seeded_draws(params: SamplingParams, lea
     assert _line_prob(tree) > _line_prob(fresh) if learns else _line_prob(tree) == _line_prob(fresh)
 
 
+def test_only_tokens_that_end_outputs_are_counted_as_ends_not_those_of_stop_strings() -> None:
+    drafter = GrammarDrafter()
+    for text, is_ended in (('{"who": "Bo', False), ('{"who": "Bo", "n": 3}', True)):
+        request = _request("x", text)
+        request.eos_token_ids = (END,)
+        if is_ended:
+            request.token_ids.append(END)
+        _draft(drafter, request)
+        request.finish(FinishReason.STOP)
+        drafter.forget(request.request_id)
+    assert list(drafter._habits._ends) == [END]
+
+
 def _line_prob(tree: TokenTree) -> float:
     """Return the confidence that a line ends at the root."""
     confidence = tree.arrays.draws.confidence
