@@ -71,6 +71,14 @@ def test_a_bar_shows_what_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"reading: 3\.0 GB at [\d.]+ GB/s, 4\.0 GB in all", out)
 
 
+def test_the_bar_of_a_stage_that_counts_nothing_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    for total, moves in ((0, True), (10, False)):
+        with loading_bar(Console(force_terminal=True, color_system="standard", width=200), "loading") as progress:
+            progress("importing PyTorch", 0, total)
+            time.sleep(0.3)  # a few frames
+        assert ("\x1b[91m" in capsys.readouterr().out) == moves, "a bright part"
+
+
 def test_a_log_has_a_line_now_and_then(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(loading.time, "monotonic", lambda: now[0])

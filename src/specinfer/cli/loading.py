@@ -36,7 +36,7 @@ def loading_bar(console: Console, what: str) -> Iterator[ProgressCallback]:
                 name_before, started = name, time.monotonic()
             line = Table.grid(padding=(0, 1))
             read = how_much(name, done, total, time.monotonic() - started)
-            line.add_row(what, ProgressBar(total, done, width=_BAR_WIDTH), f"{name}: {read}" if done else name)
+            line.add_row(what, ProgressBar(total or None, done, width=_BAR_WIDTH), f"{name}: {read}" if done else name)
             status.update(line)
 
         yield progress
