@@ -125,6 +125,9 @@ def test_passes_have_no_launches_that_rows_decide_about(model_folder: Callable[.
         (lambda x: x.clone().scatter_(0, TWICE[:, None], x, reduce="add"), "PyTorch's scatter_"),
         (lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]), "PyTorch's"),
         (lambda x: x.new_zeros(2, 8).index_add_(0, TWICE, x), "PyTorch's index_add_"),
+        (lambda x: torch.bincount(TWICE, x[:, 0]), "PyTorch's bincount"),
+        (lambda x: torch.bincount(TWICE, weights=x[:, 0]), "PyTorch's bincount"),
+        (lambda x: x[0, 0].sum(0), "PyTorch's sum"),
     ],
 )
 def test_operations_without_one_order_are_refused_by_name(compute: Callable[[Tensor], Tensor], message: str) -> None:

@@ -36,13 +36,13 @@ _MOVES = frozenset(
 )  # fmt: skip
 _ONE_RESULT = frozenset(
     {
-        "_local_scalar_dense", "all", "amax", "amin", "any", "argmax", "argmin", "bincount", "bucketize",
+        "_local_scalar_dense", "all", "amax", "amin", "any", "argmax", "argmin", "bucketize",
         "floor_divide", "histc", "item", "max", "min", "searchsorted",
     }
 )  # fmt: skip
 _WHOLE_NUMBERS = frozenset(
     {
-        "cumsum", "index_add", "index_add_", "prod", "scatter_add", "scatter_add_", "sum",
+        "bincount", "cumsum", "index_add", "index_add_", "prod", "scatter_add", "scatter_add_", "sum",
     }
 )  # fmt: skip
 _FEW = 64  # terms of a sum over another dimension than the last
@@ -77,7 +77,7 @@ class FixedOrder(TorchDispatchMode):
         adds = "reduce" in func._overloadname or kwargs.get("accumulate", name == "index_put_" and True in args[3:4])
         if not adds and (torch.Tag.pointwise in func.tags or name in _MOVES or name in _ONE_RESULT):
             return func(*args, **kwargs)
-        if name in _WHOLE_NUMBERS and not _has_fractions(args, kwargs.get("dtype")):
+        if name in _WHOLE_NUMBERS and not _has_fractions((*args, *kwargs.values()), kwargs.get("dtype")):
             return func(*args, **kwargs)
         raise ModelError(
             f"PyTorch's {name}, which the model uses, may add up in another order for another number of rows"
@@ -171,7 +171,7 @@ def _sum(mode: FixedOrder, x: Tensor, dim: Any = None, keepdim: bool = False, *,
     if not x.is_floating_point():
         return NotImplemented
     dims = [dim] if isinstance(dim, int) else list(dim or ())
-    if len(dims) != 1:
+    if len(dims) != 1 or not x.dim():
         return NotImplemented
     (only,) = (each % x.dim() for each in dims)
     kind = dtype or x.dtype
