@@ -60,7 +60,8 @@ def test_reading_a_long_prompt_is_put_off_until_the_output_is_long_enough_to_rep
     assert not optimizer.pays_to_read(make_span(length=6000, max_tokens=10).request, 1)
 
 
-def test_a_long_reading_waits_for_lookups_which_may_copy_the_prompt_and_a_short_one_does_not() -> None:
+@pytest.mark.parametrize("num_guessed", [0, 3], ids=["without drafts", "with drafts in vain"])
+def test_a_long_reading_waits_for_lookups_which_may_copy_the_prompt_and_a_short_one_does_not(num_guessed: int) -> None:
     costs = make_costs(read_token=0.01)  # seconds, and a pass takes one
     optimizer = _optimizer(costs)
     optimizer.choose(1)
@@ -69,8 +70,8 @@ def test_a_long_reading_waits_for_lookups_which_may_copy_the_prompt_and_a_short_
         request = make_span(1, 10_000, length).request
         assert optimizer.pays_to_read(request, 1)
         while not optimizer.pays_to_read(request, 1, has_lookups=True):
-            request.speculation.num_plain_steps += 1
-        passes_until_read.append(request.speculation.num_plain_steps)
+            request.speculation.record(num_guessed, num_guessed, 0, 1)
+        passes_until_read.append(request.speculation.num_target_passes)
     assert passes_until_read[:2] == [0, 0]
     assert 1 < passes_until_read[2] < 15, "less than the reading takes"
 

@@ -87,6 +87,11 @@ class SpeculationStats:
         return _summed(*self.histograms.values())
 
     @property
+    def num_unaided_steps(self) -> int:
+        """Target passes that emitted a single token, with or without draft tokens."""
+        return self.num_plain_steps + sum(histogram.get(0, 0) for histogram in self.histograms.values())
+
+    @property
     def num_accepted_draft_tokens(self) -> int:
         return sum(accepted * steps for accepted, steps in self.acceptance_histogram.items())
 

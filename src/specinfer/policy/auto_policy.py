@@ -323,7 +323,7 @@ class AutoPolicy(SpeculationPolicy):
             return f"auto: {does}, {self.rank_choice.why_plain(num_requests)}"
         if request.drafting.is_read or request.num_output == 1:
             return None
-        return "auto: plain decoding, reading the prompt with the drafter takes longer than its draft tokens save"
+        return "auto: no model drafts, reading the prompt with the drafter was not expected to pay yet"
 
     @property
     def speedup(self) -> Speedup | None:

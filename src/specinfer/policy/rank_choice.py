@@ -247,7 +247,7 @@ class RankChoice:
 
         Args:
             has_lookups: Whether lookups come first. If they copy the prompt, a model saves little, so that a long
-                reading waits until passes without drafts would have repaid a part of it.
+                reading waits until passes in which nothing was accepted would have repaid a part of it.
         """
         if request.drafting.is_read:
             return True
@@ -256,7 +256,7 @@ class RankChoice:
             return False
         long = self._costs.read_token * tokens_to_read(request, self._costs)
         long -= _QUICK * float(self._costs.target(num_requests))
-        return not has_lookups or saved * request.speculation.num_plain_steps >= _REPAID * max(long, 0.0)
+        return not has_lookups or saved * request.speculation.num_unaided_steps >= _REPAID * max(long, 0.0)
 
     def _saved_by_a_text(self, num_requests: int, num_tokens: float) -> float:
         """Return the seconds that a token of the next text is expected to save, on the average of the last texts.
