@@ -1,5 +1,7 @@
 """Conversations to token ids: what a template may be given, and that only it writes control tokens."""
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -345,3 +347,25 @@ def test_a_template_that_loops_for_ever_ends_by_a_limit(monkeypatch: pytest.Monk
     with pytest.raises(RequestError, match=r"it takes longer than 0.2 s"):
         _reader(ENDLESS).read_chat([USER])
     assert time.monotonic() - begun < 60.0
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.2], ids=["in time", "too slow"])
+def test_no_interrupt_is_left_pending_after_a_rendering(seconds: float) -> None:
+    """CPython 3.11 calls no traced function while one is pending, and looks for it again without an end."""
+    script = (
+        "import sys, time\n"
+        "from specinfer.inputs.chat import rendering\n"
+        "class Tokenizer:\n"
+        "    def apply_chat_template(self, *_, **__):\n"
+        "        end = time.monotonic() + 0.5\n"
+        "        while time.monotonic() < end: pass\n"
+        "        return 'text'\n"
+        f"rendering.MAX_SECONDS = {seconds}\n"
+        "try: print(rendering.render(Tokenizer(), []))\n"
+        "except rendering.SlowTemplateError: print('slow')\n"
+        "sys.setprofile(lambda *_: None)\n"
+        "(lambda: None)()\n"
+        "sys.setprofile(None)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.strip() == ("slow" if seconds < 0.5 else "text")

@@ -45,5 +45,8 @@ def _limited(seconds: float) -> Iterator[None]:
     finally:
         with lock:
             is_over.set()
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)  # what came too late to be raised
         timer.cancel()
+        # One that came too late is raised here: Python looks for it at each jump back. While one is pending, all
+        # threads are slow, and those that are traced stand still.
+        for _ in range(100):
+            pass
