@@ -14,7 +14,7 @@ from specinfer.ops.splits import STEP_OF_NUMBERS, divide
 from specinfer.ops.triton import fixed_attention, product
 from specinfer.ops.triton.blocks import Device
 from specinfer.planning.device_costs import StepCosts, StepDesign
-from specinfer.planning.invariance_costs import FixedOrder, InvarianceCosts
+from specinfer.planning.invariance_costs import InvarianceCosts, WorkDivision
 from specinfer.planning.options import ACCELERATORS, Accelerator
 from specinfer.planning.target_shape import TargetShape
 
@@ -41,7 +41,7 @@ def test_parts_are_those_of_the_kernel() -> None:
 
 
 def test_tiles_are_those_of_the_kernels() -> None:
-    order, hopper = FixedOrder(), Device(132, 232_448)
+    order, hopper = WorkDivision(), Device(132, 232_448)
     with fixed_order():
         for rows in (1, 7, 64, 300):
             assert block_of(rows, torch.bfloat16, is_codes=False) == order.rows

@@ -249,6 +249,11 @@ class SamplingParams:
         return self.temperature < 1e-5
 
     @property
+    def is_seeded(self) -> bool:
+        """True if tokens are drawn with random numbers that another request with the same seed has, too."""
+        return self.seed is not None and not self.is_greedy
+
+    @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 

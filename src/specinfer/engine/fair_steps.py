@@ -117,9 +117,11 @@ class FairSteps:
     def _most(self, running: Sequence[Request], num_rows: float) -> dict[str, float]:
         """Return the rows at most of tenants whose targets make a step of so many rows shorter than it would be."""
         num_tenants = self._waiting.num_tenants
+        if num_tenants < 2 or not any(map(_target, running)):
+            return {}
         usual = num_tenants * self._part(running)
         hasty, lost = _hasty(running, usual), self.seconds.rows_within(usual) - num_rows
-        if num_tenants < 2 or lost <= 0:
+        if lost <= 0:
             return {}
         # Rows of a longer pass may cost much less, so that more are lost than these tenants have.
         return dict.fromkeys(hasty, max((num_rows + lost) / num_tenants - lost / max(len(hasty), 1), 1.0))

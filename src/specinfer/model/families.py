@@ -6,7 +6,7 @@ is passed as a bias by key position.
 
 import math
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from specinfer.model.attention import tree_attention
 from specinfer.model.batch import ForwardBatch
 from specinfer.model.context_length import max_position_of
 from specinfer.model.sharding.placeholder import End, Placeholder, StageEnd
+
+_Rotary: TypeAlias = tuple[Tensor, Tensor] | None  # the cosines and sines of a pass, if it has any
 
 
 class _Layer(nn.Module):
@@ -60,18 +62,13 @@ class _Replacement(nn.Module):
     def _embedded(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def _rotary(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _rotary(self, hidden: Tensor, position_ids: Tensor) -> _Rotary:
         """Return the cosines and sines of a pass, or None if positions are in the bias alone."""
         del hidden, position_ids
         return None
 
     def _block(
-        self,
-        layer: nn.Module,
-        block: Any,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        forward_batch: ForwardBatch,
+        self, layer: nn.Module, block: Any, hidden: Tensor, rotary: _Rotary, forward_batch: ForwardBatch
     ) -> Tensor:
         raise NotImplementedError
 
@@ -98,19 +95,14 @@ class Falcon(_Replacement):
     def __init__(self, model: Any) -> None:
         super().__init__(model, _falcon_key_bias(model.config) if model.config.alibi else None)
 
-    def _rotary(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _rotary(self, hidden: Tensor, position_ids: Tensor) -> _Rotary:
         if self.config.alibi:
             return None
         rotary: tuple[Tensor, Tensor] = self.trunk.rotary_emb(hidden, position_ids=position_ids)
         return rotary
 
     def _block(
-        self,
-        layer: nn.Module,
-        block: Any,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        forward_batch: ForwardBatch,
+        self, layer: nn.Module, block: Any, hidden: Tensor, rotary: _Rotary, forward_batch: ForwardBatch
     ) -> Tensor:
         config = self.config
         if config.new_decoder_architecture and config.num_ln_in_parallel_attn == 2:
@@ -130,7 +122,7 @@ class Falcon(_Replacement):
         layer: nn.Module,
         attention: Any,
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: _Rotary,
         forward_batch: ForwardBatch,
     ) -> Tensor:
         q, k, v = _split_falcon(attention, attention.query_key_value(hidden))
@@ -186,12 +178,7 @@ class Mpt(_Replacement):
         super().__init__(model, -last[:, :1] * torch.arange(model.config.max_seq_len))
 
     def _block(
-        self,
-        layer: nn.Module,
-        block: Any,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        forward_batch: ForwardBatch,
+        self, layer: nn.Module, block: Any, hidden: Tensor, rotary: _Rotary, forward_batch: ForwardBatch
     ) -> Tensor:
         del rotary
         attention = block.attn
@@ -216,12 +203,7 @@ class Bloom(_Replacement):
         return self.trunk.word_embeddings_layernorm(hidden)  # type: ignore[no-any-return]
 
     def _block(
-        self,
-        layer: nn.Module,
-        block: Any,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        forward_batch: ForwardBatch,
+        self, layer: nn.Module, block: Any, hidden: Tensor, rotary: _Rotary, forward_batch: ForwardBatch
     ) -> Tensor:
         del rotary
         attention, adds_normed = block.self_attention, self.config.apply_residual_connection_post_layernorm

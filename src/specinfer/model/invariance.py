@@ -6,13 +6,16 @@ layers compute so always. On GPUs passes have a fixed order (`fixed_passes.py`).
 
 from typing import Any
 
+from torch import nn
+
 from specinfer.core.errors import ModelError
-from specinfer.model.fixed_passes import fix_order
+from specinfer.model.fixed_passes import fix_order, has_fixed_order
 from specinfer.model.layers.fused import FusedDecoder
 from specinfer.model.load_config import LoadConfig
 from specinfer.model.recurrent.layers import has_recurrent_layers
 
-_REMEDY = "leave batch_invariant out, or use another model (docs/verification.md has those that can be)"
+_OTHER = "use another model (docs/verification.md has those that can be)"
+_REMEDY = f"leave batch_invariant out, or {_OTHER}"
 
 
 def check_can_be_invariant(job: LoadConfig) -> None:
@@ -34,7 +37,7 @@ def check_can_be_invariant(job: LoadConfig) -> None:
 
 
 def make_invariant(loaded: Any) -> None:
-    """Let a loaded model compute so; where it cannot, its first padded pass says what it computes in another way.
+    """Let a loaded model compute so; where it cannot, its first padded pass raises an error that names the operation.
 
     Raises:
         ModelError: It runs on a CPU, without native layers.
@@ -45,4 +48,20 @@ def make_invariant(loaded: Any) -> None:
         raise ModelError(
             f"batch_invariant: family {loaded.model.config.model_type!r} runs as transformers defines it, with sums of "
             f"PyTorch whose order depends on the number of rows; {_REMEDY}"
+        )
+
+
+def check_order(model: nn.Module, why: str | None) -> None:
+    """Check that no order is promised for passes that are not padded.
+
+    Args:
+        why: The reason why they are not.
+
+    Raises:
+        ModelError: The model was loaded with a fixed order.
+    """
+    if has_fixed_order(model):
+        raise ModelError(
+            f"batch_invariant: this model has no passes of one order of sums: {why}; leave enforce_eager or "
+            f"batch_invariant out, or {_OTHER}"
         )

@@ -8,14 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specinfer.core.errors import ModelError
 from specinfer.core.progress import ProgressCallback
 from specinfer.model.batch import Piece, pack
-from specinfer.model.fixed_passes import has_fixed_order
 from specinfer.model.forward import forward
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.check import capture_usual_sizes, make_graph_runner
 from specinfer.model.graphs.graph_runner import GraphRunner
+from specinfer.model.invariance import check_order
 from specinfer.model.kv_cache import KVCache
 from specinfer.model.kv_tensors import KVTensors
 from specinfer.model.load import LoadedModel
@@ -150,7 +149,7 @@ class ModelRunner:
 
     def _check_order(self) -> None:
         if self.padded is None:
-            check_order(self.loaded, self.why_not_captured)
+            check_order(self.loaded.model, self.why_not_captured)
 
     @property
     def why_not_captured(self) -> str | None:
@@ -216,23 +215,10 @@ def compute(loaded: LoadedModel, tensors: KVTensors, pieces: Sequence[Piece], hi
     """Run one pass over these pieces, and return what `forward` returns for the model or for this rank's stage."""
     # The shape of a pass changes the last bit of PyTorch's attention sums. Where activations are then rounded to 8
     # bits, one bit may become a whole step. Sums in double, rounded to the model's type, do not differ.
-    check_order(loaded, "this pass has no fixed shapes")
+    check_order(loaded.model, "this pass has no fixed shapes")
     in_double = loaded.is_quantized and loaded.device.type == "cpu"
     batch = pack(pieces, tensors, loaded.device, native=loaded.native, in_double=in_double)
     return forward(loaded.model, batch, hidden)
-
-
-def check_order(loaded: LoadedModel, why: str | None) -> None:
-    """Raise `ModelError` if passes of the model must have a fixed order, which unpadded ones have not.
-
-    Args:
-        why: The reason why they are not padded.
-    """
-    if has_fixed_order(loaded.model):
-        raise ModelError(
-            f"batch_invariant: this model has no passes of one order of sums: {why}; leave enforce_eager or "
-            "batch_invariant out, or use another model (docs/verification.md has those that can be)"
-        )
 
 
 @dataclass(frozen=True, slots=True)

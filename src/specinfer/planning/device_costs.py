@@ -17,7 +17,7 @@ from specinfer.core.lookups import SelfKind
 from specinfer.drafters.sparse_context import num_kept
 from specinfer.model.graphs.sizes import max_rows
 from specinfer.model.recurrent.states import ROWS_PER_REQUEST
-from specinfer.planning.invariance_costs import FixedOrder, InvarianceCosts
+from specinfer.planning.invariance_costs import InvarianceCosts, WorkDivision
 from specinfer.planning.options import Accelerator
 from specinfer.planning.target_shape import TargetShape
 from specinfer.policy.cost_model import CostModel
@@ -110,7 +110,7 @@ class StepCosts:
         design = self.design
         soon = design.layer_kernel_seconds if self.device.has_dependent_launches else design.kernel_seconds
         rate = self.device.bandwidth * design.read_share
-        order = FixedOrder(layer_kernels=design.layer_kernels)
+        order = WorkDivision(layer_kernels=design.layer_kernels)
         return InvarianceCosts(self.device, self.target, rate, self._flops, (soon, design.kernel_seconds), order)
 
     def invariance_ratios(self, rows: Sequence[int]) -> list[float]:

@@ -29,7 +29,7 @@ _SUMS = 2  # numbers of a row of attention, beside its values: the highest score
 
 
 @dataclass(frozen=True, slots=True)
-class FixedOrder:
+class WorkDivision:
     """Division of the kernels' work, to which `tests/planning/test_invariance_costs.py` holds it.
 
     Attributes:
@@ -68,7 +68,7 @@ class InvarianceCosts:
     rate: float
     flops: float
     kernel_seconds: tuple[float, float]
-    order: FixedOrder = FixedOrder()
+    order: WorkDivision = WorkDivision()
 
     @property
     def has_codes(self) -> bool:

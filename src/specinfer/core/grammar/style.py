@@ -12,7 +12,7 @@ _PLACES = re.compile(rb'([{\[,:}\]]|\xff\[\d+\])(\s*)(?=(["{\[}\]\d\-tfn]|\xff\[
 _OPENERS, _CLOSERS = b"{[", b"}]"
 _INDENT = re.compile(rb"\n( +)(?=[^ \n])")
 _LINE = b"\n"
-_MAX_BLANK = 4  # bytes of whitespace that are told apart beside a special token
+_MAX_BLANK = 4  # bytes of whitespace that are compared next to a special token
 _PRIOR = 2.0  # weight of what is expected before anything was seen
 _MEMORY = 32.0  # times that something was seen, after which older ones weigh less
 _LEAST = 0.1  # smallest probability of whitespace

@@ -69,15 +69,11 @@ class GrammarDrafter:
             return
         request = reading.request
         # Another request with the seed of a sampled output has the random numbers that made it (docs/verification.md).
-        if request.grammar is None or request.grammar.text is None or not _is_unseeded(request):
+        if request.grammar is None or request.grammar.text is None or request.params.is_seeded:
             return
         last = request.token_ids[-1]  # of a text that ended by a stop string or its grammar, any token
         end = last if request.finish_reason == FinishReason.STOP and last in request.eos_token_ids else None
         self._habits.learn(request.grammar.text, request.output_ids[-_PROMPT_TOKENS:], end)
-
-
-def _is_unseeded(request: Request) -> bool:
-    return request.params.is_greedy or request.params.seed is None
 
 
 def has_forced(request: Request) -> bool:

@@ -187,8 +187,7 @@ class SuffixDrafter:
         reading = self._readings.pop(request_id, None)
         if reading is None or reading.request.cache_salt is None:
             return
-        params = reading.request.params
-        if not self._keeps_seeded and params.seed is not None and not params.is_greedy:
+        if reading.request.params.is_seeded and not self._keeps_seeded:
             return
         if reading.request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             salt, answer = reading.request.cache_salt, reading.request.output_ids

@@ -11,11 +11,12 @@ from specinfer.model.batch import Piece
 from specinfer.model.graphs.capture import Graphs
 from specinfer.model.graphs.check import capture_usual_sizes, make_graph_runner
 from specinfer.model.graphs.graph_runner import GraphRunner
+from specinfer.model.invariance import check_order
 from specinfer.model.kv_cache import Slots
 from specinfer.model.kv_tensors import KVTensors, TapShape, put_rows
 from specinfer.model.load import LoadedModel
 from specinfer.model.recurrent.layers import kept_states
-from specinfer.model.runner import check_order, compute
+from specinfer.model.runner import compute
 from specinfer.model.sharding.stage import received
 from specinfer.ops.triton import on_device
 from specinfer.parallel.group import Group
@@ -108,7 +109,7 @@ class ShardRunner:
         self._why_unpadded = why or (None if all(map(bool, can_pad)) else "another rank cannot pad its passes")
         self._padded = made if self._why_unpadded is None and not isinstance(made, str) else None
         if self._padded is None:
-            check_order(self.loaded, self._why_unpadded)
+            check_order(self.loaded.model, self._why_unpadded)
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece], model: int = 0) -> Tensor:

@@ -18,7 +18,7 @@ from specinfer.ops.triton.blocks import MAX_SPLITS, Blocks, choose_blocks, devic
 from specinfer.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from specinfer.ops.triton.fixed_attention import attend_in_order
 from specinfer.ops.triton.float8 import AS_STORED, as_stored, has_float8_instructions, kind_of
-from specinfer.ops.triton.fold import LOG2E, fold
+from specinfer.ops.triton.fold import LOG2E, fold, load_query, store_zeros
 
 # With this many, Triton loads slots two iterations ahead of the product, keys and values one.
 _STAGES = 5
@@ -50,13 +50,10 @@ def attend_program(
     value_dims = tl.arange(0, BLOCK_VALUE)
     start = tl.load(starts + request)
     if request == num_requests:
-        for first in range(start * REPEATS, num_tokens * REPEATS, tl.num_programs(0) * ROWS):
-            row = first + rows
-            place = (row // REPEATS).to(tl.int64) * stride_out
-            place += (kv_head * REPEATS + row % REPEATS) * stride_out_head
-            mask = (row < num_tokens * REPEATS)[:, None] & (value_dims < VALUE_DIM)[None, :]
-            zeros = tl.zeros((ROWS, BLOCK_VALUE), out.dtype.element_ty)
-            tl.store(out + place[:, None] + value_dims[None, :], zeros, mask)
+        store_zeros(
+            out, start, num_tokens, tl.arange(0, ROWS), value_dims, kv_head, stride_out, stride_out_head,
+            REPEATS, ROWS, VALUE_DIM, BLOCK_VALUE,
+        )  # fmt: skip
         return
     num_new = tl.load(starts + request + 1) - start
     if block * ROWS >= num_new * REPEATS:
@@ -65,12 +62,7 @@ def attend_program(
     is_row = new < num_new
     token = (start + new).to(tl.int64)
     key_dims = tl.arange(0, BLOCK_KEY)
-    q = tl.load(
-        query + token[:, None] * stride_token + head[:, None] * stride_head + key_dims[None, :],
-        is_row[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0,
-    )  # fmt: skip
-    if KIND == AS_STORED:
-        q = q.to(keys.dtype.element_ty)
+    q = load_query(query, token, head, is_row, key_dims, stride_token, stride_head, keys, KEY_DIM, KIND)
     position = tl.load(positions + token, is_row, other=2**30)
     prefix, num_nodes = tl.load(prefix_lens + request), tl.load(node_lens + request)
     before = num_nodes - num_new  # nodes of previous passes

@@ -23,7 +23,7 @@ from specinfer.ops.tree_layout import TreeLayout
 from specinfer.ops.triton.blocks import MAX_TILE_BYTES, Device, padded
 from specinfer.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from specinfer.ops.triton.float8 import AS_STORED, as_stored, kind_of
-from specinfer.ops.triton.fold import LOG2E, fold
+from specinfer.ops.triton.fold import LOG2E, fold, load_query, store_zeros
 
 _PART = 256  # positions; fewer would have more parts to fold, more leave processors of the device without work
 _STAGES = 3
@@ -71,19 +71,6 @@ def _first_state(sinks, head, ROWS: tl.constexpr, BLOCK_VALUE: tl.constexpr, HAS
 
 
 @triton.jit
-def _load_query(
-    query, token, head, is_row, key_dims, stride_token, stride_head, keys, KEY_DIM: tl.constexpr, KIND: tl.constexpr
-):
-    q = tl.load(
-        query + token[:, None] * stride_token + head[:, None] * stride_head + key_dims[None, :],
-        is_row[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0,
-    )  # fmt: skip
-    if KIND == AS_STORED:
-        q = q.to(keys.dtype.element_ty)
-    return q
-
-
-@triton.jit
 def _seen(number, limit, position, is_row, WINDOW: tl.constexpr):
     """Return which rows see which positions: those before `limit`, and within the window."""
     seen = (number[None, :] < limit[:, None]) & is_row[:, None]
@@ -98,20 +85,6 @@ def _bias(key_bias, head, number, seen, stride_bias, HAS_BIAS: tl.constexpr):
     if HAS_BIAS:
         bias = tl.load(key_bias + head[:, None] * stride_bias + number[None, :], seen, other=0.0)
     return bias
-
-
-@triton.jit
-def _store_zeros(
-    out, start, num_tokens, rows, value_dims, kv_head, stride_out, stride_out_head,
-    REPEATS: tl.constexpr, ROWS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-):  # fmt: skip
-    """Write zeros to the rows of padding."""
-    for first in range(start * REPEATS + tl.program_id(0) * ROWS, num_tokens * REPEATS, tl.num_programs(0) * ROWS):
-        row = first + rows
-        place = (row // REPEATS).to(tl.int64) * stride_out + (kv_head * REPEATS + row % REPEATS) * stride_out_head
-        mask = (row < num_tokens * REPEATS)[:, None] & (value_dims < VALUE_DIM)[None, :]
-        zeros = tl.zeros((ROWS, BLOCK_VALUE), out.dtype.element_ty)
-        tl.store(out + place[:, None] + value_dims[None, :], zeros, mask)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_parts", "size"])
@@ -139,7 +112,7 @@ def shared_parts_program(
     rows, value_dims = block * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_VALUE)
     start = tl.load(starts + request)
     if request == num_requests:
-        _store_zeros(
+        store_zeros(
             out, start, num_tokens, tl.arange(0, ROWS), value_dims, kv_head, stride_out, stride_out_head,
             REPEATS, ROWS, VALUE_DIM, BLOCK_VALUE,
         )  # fmt: skip
@@ -165,7 +138,7 @@ def shared_parts_program(
     elif WINDOW > 0:
         first = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // PART, parts)
 
-    q = _load_query(query, token, head, is_row, key_dims, stride_token, stride_head, keys, KEY_DIM, KIND)
+    q = load_query(query, token, head, is_row, key_dims, stride_token, stride_head, keys, KEY_DIM, KIND)
     keys += kv_head * stride_key_head
     values += kv_head * stride_value_head
     slot_table += request.to(tl.int64) * stride_table
@@ -264,7 +237,7 @@ def finish_program(
     start = tl.load(starts + request)
     if request == num_requests:
         if tl.program_id(2) % blocks == 0:
-            _store_zeros(
+            store_zeros(
                 out, start, num_tokens, tl.arange(0, ROWS), value_dims, kv_head, stride_out, stride_out_head,
                 REPEATS, ROWS, VALUE_DIM, BLOCK_VALUE,
             )  # fmt: skip
@@ -288,9 +261,7 @@ def finish_program(
     entries = 1
     if IS_SPLIT:
         entries = parts
-    m, total, acc = _first_state(sinks, head, ROWS, BLOCK_VALUE, False)
-    if IS_SPLIT:
-        m, total, acc = _first_state(sinks, tl.where(is_row, head, 0), ROWS, BLOCK_VALUE, HAS_SINKS)
+    m, total, acc = _first_state(sinks, tl.where(is_row, head, 0), ROWS, BLOCK_VALUE, HAS_SINKS and IS_SPLIT)
     inside = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
     entry = token * heads + head
     for _ in range(entries):
@@ -300,7 +271,7 @@ def finish_program(
         m, total, acc = _merge(m, total, acc, part_m, part_total, tl.load(at, inside, other=0.0))
         entry += num_tokens * heads
     if not IS_CHAIN:
-        q = _load_query(query, tokens, head, is_row, key_dims, stride_token, stride_head, keys, KEY_DIM, KIND)
+        q = load_query(query, tokens, head, is_row, key_dims, stride_token, stride_head, keys, KEY_DIM, KIND)
         keys += kv_head * stride_key_head
         values += kv_head * stride_value_head
         slot_table += request.to(tl.int64) * stride_table
@@ -345,10 +316,9 @@ def attend_in_order(
     capacity = layout.slot_table.shape[1] + (layout.node_slots.shape[1] if layout.is_chain else 0)
     num_parts = triton.cdiv(capacity, _PART)
     size = num_parts * tokens * heads
+    blocks = triton.cdiv(layout.max_new * repeats, tile.rows)
     if is_split is None:
-        is_few = (
-            triton.cdiv(layout.max_new * repeats, tile.rows) * layout.num_requests * kv_heads < 4 * device.num_cores
-        )
+        is_few = blocks * layout.num_requests * kv_heads < 4 * device.num_cores
         is_split = is_few and size * (value_dim + 2) * 4 <= _MOST_BYTES
     num_programs = num_parts if is_split else 1
     has_more = is_split or not layout.is_chain  # than one launch
@@ -374,7 +344,6 @@ def attend_in_order(
         "enable_fp_fusion": False, **launch_options(query.device),
     }  # fmt: skip
     scales = features["scale"], features["value_scale"]
-    blocks = triton.cdiv(layout.max_new * repeats, tile.rows)
     shared_parts_program[(blocks, layout.num_requests + (not has_more), kv_heads * num_programs)](
         *given, layout.positions, layout.num_requests, tokens, num_programs, size, *scales, *strides, **constants
     )
